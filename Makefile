@@ -1,0 +1,64 @@
+# csi-prepare: `make help` lists the targets.
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DELETE_ON_ERROR:
+
+DRIVER   ?= hostpath
+ENDPOINT ?=
+ARGS     ?=
+
+GOLANGCI_LINT := github.com/golangci/golangci-lint/v2/cmd/golangci-lint@v2.15.0
+GOFUMPT       := mvdan.cc/gofumpt@v0.12.0
+# What the tests start besides Go: one word a Debian package.
+PACKAGES := util-linux e2fsprogs xfsprogs btrfs-progs
+
+.PHONY: help
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+.PHONY: setup
+setup: ## install the Debian packages the tests need (as root; else list them)
+	@missing=; for p in $(PACKAGES); do \
+	  dpkg-query -W -f '$${Status}' $$p 2>/dev/null | grep -q 'ok installed' || missing="$$missing $$p"; done; \
+	if [ -z "$$missing" ]; then exit 0; fi; \
+	if [ "$$(id -u)" != 0 ] || ! command -v apt-get >/dev/null; then \
+	  echo "setup: please install:$$missing"; exit 1; fi; \
+	echo "setup: installing$$missing"; \
+	apt-get update -qq; DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends $$missing >/dev/null
+
+.PHONY: generate
+generate: ## write what follows from SPEC.md: proto, generated Go, requirement ids
+	go run ./spec/cmd/speccheck generate
+
+.PHONY: check
+check: ## fail on drift from SPEC.md, faulty ids, breaking changes of the wire
+	go run ./spec/cmd/speccheck check
+
+.PHONY: lint
+lint: ## golangci-lint, gofumpt, go vet
+	go vet ./...
+	@echo 'lint: gofumpt'; bad=$$(go run $(GOFUMPT) -l $$(git ls-files '*.go' | grep -v '\.pb\.go$$')); \
+	  if [ -n "$$bad" ]; then echo "not gofumpt-ed:"; echo "$$bad"; exit 1; fi
+	@echo 'lint: golangci-lint (its first build takes minutes)'
+	go run $(GOLANGCI_LINT) run ./...
+
+.PHONY: sanity
+sanity: setup ## the suite against a reference driver, or ENDPOINT=unix://… (DRIVER=, ARGS=)
+	@mkdir -p out bin; go build -o bin/ ./sanity/cmd/prepare-sanity
+ifeq ($(ENDPOINT),)
+	.ci/nothing-left bin/prepare-sanity run --driver $(DRIVER) --report out $(ARGS)
+else
+	.ci/nothing-left bin/prepare-sanity run --csi.endpoint $(ENDPOINT) --report out $(ARGS)
+endif
+
+.PHONY: test
+test: setup check ## all that this machine can test
+	.ci/nothing-left go test -race -timeout 10m ./...
+
+.PHONY: mutants
+mutants: setup ## kill matrix: each mutant against the suite (FULL=1: against all of it)
+	@mkdir -p out; .ci/nothing-left go run ./fakes/cmd/prepare-fake kill $(if $(FULL),--full) --out out/mutants.json
+
+.PHONY: clean
+clean: ## remove out/ and bin/
+	rm -rf --one-file-system out bin
