@@ -1,0 +1,180 @@
+package hostpath
+
+import (
+	"cmp"
+	"context"
+	"fmt"
+	"slices"
+
+	"github.com/container-storage-interface/spec/lib/go/csi"
+	"golang.org/x/sys/unix"
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/status"
+	"google.golang.org/protobuf/types/known/wrapperspb"
+
+	"github.com/csi-prepare/csi-prepare/drivers/server"
+)
+
+func checkRange(r *csi.CapacityRange) error {
+	required, limit := r.GetRequiredBytes(), r.GetLimitBytes()
+	switch {
+	case required < 0:
+		return server.Invalid("capacity_range.required_bytes", "is negative", "set 0 for no requirement")
+	case limit < 0:
+		return server.Invalid("capacity_range.limit_bytes", "is negative", "set 0 for no limit")
+	case limit > 0 && required > limit:
+		return server.Invalid("capacity_range", "requires more bytes than its limit allows", "raise limit_bytes or lower required_bytes")
+	}
+	return nil
+}
+
+func hasRange(r *csi.CapacityRange) bool { return r.GetRequiredBytes() > 0 || r.GetLimitBytes() > 0 }
+
+// keeps tells whether a volume of such a size keeps to a range.
+func keeps(r *csi.CapacityRange, v volume) bool {
+	if !hasRange(r) {
+		return true
+	}
+	return v.Ceiling > 0 && v.Capacity >= r.GetRequiredBytes() && (r.GetLimitBytes() == 0 || v.Ceiling <= r.GetLimitBytes())
+}
+
+// place chooses the grant of a new volume, and takes it if it is a sized one.
+// Without a range, grants without a size come first; among sized ones that
+// fit, the smallest.
+func (d *Driver) place(id, name string, r *csi.CapacityRange) (volume, error) {
+	var plain, sized []volume
+	for _, g := range d.config.Grants {
+		if name != "" && g.Name != name {
+			continue
+		}
+		if !g.Sized {
+			if !hasRange(r) {
+				plain = append(plain, volume{Grant: g.Name})
+			}
+			continue
+		}
+		s, err := g.size()
+		if err != nil {
+			return volume{}, err
+		}
+		v := volume{Grant: g.Name, Capacity: s.available, Ceiling: s.total}
+		if d.holder(g.Name) != "" {
+			// In use: what it would come to when free.
+			v.Capacity = s.total - (s.free - s.available)
+		}
+		if keeps(r, v) {
+			sized = append(sized, v)
+		}
+	}
+	slices.SortStableFunc(sized, func(a, b volume) int { return cmp.Compare(a.Ceiling, b.Ceiling) })
+	if len(plain) > 0 {
+		return plain[0], nil
+	}
+	for _, v := range sized {
+		if d.takeSized(v.Grant, id) {
+			return v, nil
+		}
+	}
+	if len(sized) > 0 {
+		return volume{}, status.Error(codes.ResourceExhausted, "every sized grant that fits holds a volume; delete one, or have the operator add a sized grant")
+	}
+	return volume{}, status.Error(codes.OutOfRange,
+		"capacity_range: no sized grant is of such a size, and a directory cannot be held to one; leave capacity_range out, or have the operator add a sized grant (GetCapacity tells the largest free one)")
+}
+
+func (d *Driver) takeSized(grant, id string) bool {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	if d.taken[grant] != "" {
+		return false
+	}
+	d.taken[grant] = id
+	return true
+}
+
+func (d *Driver) freeSized(grant, id string) {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	if d.taken[grant] == id {
+		delete(d.taken, grant)
+	}
+}
+
+func (d *Driver) holder(grant string) string {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	return d.taken[grant]
+}
+
+// sizedInUse reads from the records which sized grants hold a volume. While
+// one record cannot be read, which was logged, all do: it may be that volume's.
+func (d *Driver) sizedInUse() (map[string]string, error) {
+	taken := map[string]string{}
+	all, err := d.volumes.All()
+	if err != nil {
+		for _, g := range d.config.Grants {
+			if g.Sized {
+				taken[g.Name] = "unknown"
+			}
+		}
+		return taken, nil
+	}
+	for _, e := range all {
+		if g, ok := d.grant(e.Value.Grant); ok && g.Sized {
+			if other := taken[g.Name]; other != "" {
+				return nil, fmt.Errorf("sized grant %s: holds volumes %s and %s; grant it without a size", g.Name, other, e.Key.Volume)
+			}
+			taken[g.Name] = e.Key.Volume
+		}
+	}
+	return taken, nil
+}
+
+// GetCapacity implements csi.ControllerServer. The available capacity counts
+// each filesystem once; the largest volume of a required size is the largest
+// free sized grant, or 0.
+func (d *Driver) GetCapacity(ctx context.Context, req *csi.GetCapacityRequest) (*csi.GetCapacityResponse, error) {
+	grant, err := d.checkParameters(req.GetParameters())
+	if err != nil {
+		return nil, err
+	}
+	none := &csi.GetCapacityResponse{MaximumVolumeSize: wrapperspb.Int64(0)}
+	for i, c := range req.GetVolumeCapabilities() {
+		name := fmt.Sprintf("volume_capabilities[%d]", i)
+		if err := server.CheckCapability(name, c); err != nil {
+			return nil, err
+		}
+		if supported(c) != "" {
+			return none, nil
+		}
+	}
+	if t := req.GetAccessibleTopology(); t != nil && !d.isHere(t) {
+		return none, nil
+	}
+	return shared(ctx, &d.measuring, "capacity of "+grant, func() (*csi.GetCapacityResponse, error) {
+		return d.capacity(grant)
+	})
+}
+
+// capacity of one grant, or of all if the name is empty.
+func (d *Driver) capacity(name string) (*csi.GetCapacityResponse, error) {
+	var available, largest int64
+	seen := map[unix.Fsid]bool{}
+	for _, g := range d.config.Grants {
+		if name != "" && g.Name != name || g.Sized && d.holder(g.Name) != "" {
+			continue
+		}
+		s, err := g.size()
+		if err != nil {
+			return nil, err
+		}
+		if g.Sized {
+			largest = max(largest, s.available)
+		}
+		if !seen[s.id] {
+			available += s.available
+			seen[s.id] = true
+		}
+	}
+	return &csi.GetCapacityResponse{AvailableCapacity: available, MaximumVolumeSize: wrapperspb.Int64(largest)}, nil
+}
