@@ -3,580 +3,584 @@
 package requirement
 
 // SpecDigest is the SHA-256 of the SPEC.md the constants come from.
-const SpecDigest = ""
+const SpecDigest = "b090774931120d041ed94b3e0225b22874a77bbf6d3fe0571b1f96eb4348ce80"
 
+// The requirements, in the order of SPEC.md.
 const (
-	// CO MUST treat UNIMPLEMENTED from NodePrepareGetCapabilities as absence of the service, not as a failure.
-	DiscoveryUnimplemented ID = "discovery.unimplemented"
-	// CO SHOULD NOT ask again after UNIMPLEMENTED until reconnect or re-registration.
-	DiscoveryNotAgain ID = "discovery.not-again"
-	// CO MUST NOT use NodePublishVolume and NodePrepareVolume for one consumer of a volume.
-	DiscoveryOneWay ID = "discovery.one-way"
-	// SP MUST serve NodePrepare on the endpoint of its CSI Node service.
+	// The Plugin MUST serve NodePrepare on the endpoint of its CSI Node service.
 	DiscoverySameEndpoint ID = "discovery.same-endpoint"
-	// SP MUST report PREPARE_UNPREPARE_VOLUME.
+	// The CO MUST treat `UNIMPLEMENTED` from `NodePrepareGetCapabilities` as the absence of the service, not as a failure of the Plugin.
+	DiscoveryUnimplemented ID = "discovery.unimplemented"
+	// The CO SHOULD NOT ask again after `UNIMPLEMENTED` until it reconnects or the Plugin registers anew.
+	DiscoveryNotAgain ID = "discovery.not-again"
+	// The CO MUST NOT use both `NodePublishVolume` and `NodePrepareVolume` for one consumer of a volume.
+	DiscoveryOneWay ID = "discovery.one-way"
+	// The Plugin MUST report `PREPARE_UNPREPARE_VOLUME`.
 	CapabilitiesRPC ID = "capabilities.rpc"
-	// SP MUST report every kind it is able to return.
+	// The Plugin MUST report every kind that it is able to return.
 	CapabilitiesKinds ID = "capabilities.kinds"
-	// SP MUST NOT report a capability whose type is unset or unknown.
+	// The Plugin MUST NOT report a capability whose type is unset or unknown.
 	CapabilitiesTyped ID = "capabilities.typed"
-	// SP MUST answer the same capabilities for the life of its process.
+	// The Plugin MUST answer the same capabilities for as long as its process lives.
 	CapabilitiesStable ID = "capabilities.stable"
-	// SP MUST report requires_propagation if a mount it makes has to reach the CO's mount namespace by propagation.
+	// The Plugin MUST report `requires_propagation` if a mount that it makes has to reach the CO's mount namespace by propagation.
 	CapabilitiesPropagation ID = "capabilities.propagation"
-	// SP MUST INVALID_ARGUMENT for empty volume_id.
+	// The Plugin MUST answer `INVALID_ARGUMENT` to a `NodePrepareVolume` call whose `volume_id` is empty.
 	PrepareVolumeIDRequired ID = "prepare.volume-id-required"
-	// SP MUST INVALID_ARGUMENT for empty prepare_id.
+	// The Plugin MUST answer `INVALID_ARGUMENT` to a `NodePrepareVolume` call whose `prepare_id` is empty.
 	PreparePrepareIDRequired ID = "prepare.prepare-id-required"
-	// SP MUST INVALID_ARGUMENT for prepare_id outside its alphabet or length.
+	// The Plugin MUST answer `INVALID_ARGUMENT` to a `prepare_id` that is longer than 128 bytes, begins with `.`, or holds a byte outside `[A-Za-z0-9._-]`.
 	PreparePrepareIDAlphabet ID = "prepare.prepare-id-alphabet"
-	// SP MUST INVALID_ARGUMENT for unset volume_capability.
+	// The Plugin MUST answer `INVALID_ARGUMENT` to a `NodePrepareVolume` call whose `volume_capability` is unset.
 	PrepareCapabilityRequired ID = "prepare.capability-required"
-	// SP MUST INVALID_ARGUMENT for empty prepare_path.
+	// The Plugin MUST answer `INVALID_ARGUMENT` to a `NodePrepareVolume` call whose `prepare_path` is empty.
 	PreparePathRequired ID = "prepare.path-required"
-	// SP MUST INVALID_ARGUMENT for prepare_path not absolute.
+	// The Plugin MUST answer `INVALID_ARGUMENT` to a `prepare_path` that is not absolute.
 	PreparePathAbsolute ID = "prepare.path-absolute"
-	// SP MUST INVALID_ARGUMENT for performer unset, kernel unknown, or kinds empty.
+	// The Plugin MUST answer `INVALID_ARGUMENT` to a call whose `performer` is unset, has an unknown `kernel`, or has no `kinds`.
 	PreparePerformerRequired ID = "prepare.performer-required"
-	// SP MUST name the offending field in the message of INVALID_ARGUMENT.
+	// The Plugin MUST name the offending field in the message of an `INVALID_ARGUMENT` error.
 	PrepareFieldNamed ID = "prepare.field-named"
-	// SP MUST NOT_FOUND for a volume that does not exist.
+	// The Plugin MUST answer `NOT_FOUND` to a `NodePrepareVolume` call for a volume that does not exist.
 	PrepareVolumeNotFound ID = "prepare.volume-not-found"
-	// SP MUST FAILED_PRECONDITION when prepare_path does not exist.
+	// The Plugin MUST answer `FAILED_PRECONDITION` if `prepare_path` does not exist.
 	PreparePathMissing ID = "prepare.path-missing"
-	// SP MUST FAILED_PRECONDITION when prepare_path is not empty on the first call.
+	// The Plugin MUST answer `FAILED_PRECONDITION` if `prepare_path` is not empty on the first call for a preparation.
 	PreparePathEmpty ID = "prepare.path-empty"
-	// SP MUST NOT make anything for a preparation outside prepare_path, its own state excepted.
-	PrepareStaysBelow ID = "prepare.stays-below"
-	// SP MUST NOT make a mount visible outside its own mount namespace unless it reports requires_propagation.
-	PrepareNoMount ID = "prepare.no-mount"
-	// SP MUST NOT return a kind that performer.kinds does not name.
-	PrepareKindOffered ID = "prepare.kind-offered"
-	// SP MUST NOT return a kind its capabilities do not report.
-	PrepareKindReported ID = "prepare.kind-reported"
-	// SP MUST FAILED_PRECONDITION when no spec it could return is accepted by performer.
-	PrepareNoAcceptedKind ID = "prepare.no-accepted-kind"
-	// SP MUST ignore elements of performer.kinds it does not know.
-	PrepareUnknownKindIgnored ID = "prepare.unknown-kind-ignored"
-	// SP MUST ignore names in performer.grants it does not know.
-	PrepareUnknownGrantIgnored ID = "prepare.unknown-grant-ignored"
-	// SP MUST NOT return anything but FILESYSTEM on a block device (or BLOCK_DEVICE) to kernel OTHER.
-	PrepareOtherKernel ID = "prepare.other-kernel"
-	// SP MUST INVALID_ARGUMENT for a mount flag it cannot honour.
-	PrepareMountFlagRefused ID = "prepare.mount-flag-refused"
-	// SP MUST NOT show more of a mount flag in an error than the text before '='.
-	PrepareMountFlagMasked ID = "prepare.mount-flag-masked"
-	// SP MUST INVALID_ARGUMENT for a volume_mount_group it cannot honour.
-	PrepareMountGroupRefused ID = "prepare.mount-group-refused"
-	// SP MUST FAILED_PRECONDITION when it has STAGE_UNSTAGE_VOLUME and the volume is not staged at staging_target_path.
+	// The Plugin MUST answer `FAILED_PRECONDITION` if it has `STAGE_UNSTAGE_VOLUME` and the volume is not staged at `staging_target_path`.
 	PrepareStagingRequired ID = "prepare.staging-required"
-	// SP MUST FAILED_PRECONDITION for a volume_capability the volume does not support.
+	// The Plugin MUST answer `FAILED_PRECONDITION` to a `volume_capability` that the volume does not support.
 	PrepareUnsupportedCapability ID = "prepare.unsupported-capability"
-	// SP MUST set attributes.readonly in every spec when readonly is true.
-	PrepareReadonly ID = "prepare.readonly"
-	// SP MUST set attributes.readonly in every spec for a READER_ONLY access mode.
-	PrepareReaderOnly ID = "prepare.reader-only"
-	// SP MUST NOT keep a preparation that it answered with a final error.
-	PrepareNothingLeft ID = "prepare.nothing-left"
-	// CO MUST make prepare_path an empty directory of no other preparation.
+	// The Plugin MUST answer `INVALID_ARGUMENT` to a mount flag that it cannot honour.
+	PrepareMountFlagRefused ID = "prepare.mount-flag-refused"
+	// The Plugin MUST NOT show more of a mount flag in an error than the text before `=`.
+	PrepareMountFlagMasked ID = "prepare.mount-flag-masked"
+	// The Plugin MUST answer `INVALID_ARGUMENT` to a `volume_mount_group` that it cannot honour.
+	PrepareMountGroupRefused ID = "prepare.mount-group-refused"
+	// The CO MUST make `prepare_path` an empty directory that belongs to no other preparation.
 	PreparePathPrivate ID = "prepare.path-private"
-	// CO MUST NOT use one prepare_id for two consumers at a time.
+	// The CO MUST NOT use one `prepare_id` of a volume for two consumers at a time.
 	PrepareIDOwn ID = "prepare.id-own"
-	// CO MUST precede each performance by a NodePrepareVolume of its own.
-	PrepareEachPerformance ID = "prepare.each-performance"
-	// CO MUST NOT offer in performer what it is not able to perform.
+	// The CO MUST NOT offer in `performer` what it is not able to perform.
 	PrepareOfferHonest ID = "prepare.offer-honest"
-	// CO MUST call NodeUnprepareVolume after an outcome that is not final and that it does not repeat.
+	// The CO MUST precede each performance by a `NodePrepareVolume` call of its own.
+	PrepareEachPerformance ID = "prepare.each-performance"
+	// The CO MUST call `NodeUnprepareVolume` after an outcome that is not final and that it does not follow by a repeat.
 	PrepareEndUncertain ID = "prepare.end-uncertain"
-	// SP MUST INVALID_ARGUMENT for empty volume_id.
+	// The Plugin MUST NOT return a kind that `performer.kinds` does not name.
+	PrepareKindOffered ID = "prepare.kind-offered"
+	// The Plugin MUST NOT return a kind that its capabilities do not report.
+	PrepareKindReported ID = "prepare.kind-reported"
+	// The Plugin MUST answer `FAILED_PRECONDITION` if `performer` accepts none of the mount specs it could return.
+	PrepareNoAcceptedKind ID = "prepare.no-accepted-kind"
+	// The Plugin MUST ignore elements of `performer.kinds` that it does not know.
+	PrepareUnknownKindIgnored ID = "prepare.unknown-kind-ignored"
+	// The Plugin MUST ignore names in `performer.grants` that it does not know.
+	PrepareUnknownGrantIgnored ID = "prepare.unknown-grant-ignored"
+	// The Plugin MUST NOT return anything but a `FILESYSTEM` on a block device or a `BLOCK_DEVICE` to a performer whose kernel is `OTHER`.
+	PrepareOtherKernel ID = "prepare.other-kernel"
+	// The Plugin MUST set `attributes.readonly` in every mount spec if `readonly` is true.
+	PrepareReadonly ID = "prepare.readonly"
+	// The Plugin MUST set `attributes.readonly` in every mount spec for an access mode that ends in `READER_ONLY`.
+	PrepareReaderOnly ID = "prepare.reader-only"
+	// The Plugin MUST return mount specs that make visible the data of the volume that `volume_id` names, and of no other volume.
+	PrepareVolumeData ID = "prepare.volume-data"
+	// The Plugin MUST NOT make anything for a preparation in the filesystem outside `prepare_path`, its own state excepted.
+	PrepareStaysBelow ID = "prepare.stays-below"
+	// The Plugin MUST NOT make a mount that is visible outside its own mount namespace unless it reports `requires_propagation`.
+	PrepareNoMount ID = "prepare.no-mount"
+	// The Plugin MUST NOT keep a preparation whose first call it answered with a final error.
+	PrepareNothingLeft ID = "prepare.nothing-left"
+	// The Plugin MUST answer `INVALID_ARGUMENT` to a `NodeUnprepareVolume` call whose `volume_id` is empty.
 	UnprepareVolumeIDRequired ID = "unprepare.volume-id-required"
-	// SP MUST INVALID_ARGUMENT for empty prepare_id.
+	// The Plugin MUST answer `INVALID_ARGUMENT` to a `NodeUnprepareVolume` call whose `prepare_id` is empty.
 	UnpreparePrepareIDRequired ID = "unprepare.prepare-id-required"
-	// SP MUST INVALID_ARGUMENT for empty prepare_path.
+	// The Plugin MUST answer `INVALID_ARGUMENT` to a `NodeUnprepareVolume` call whose `prepare_path` is empty.
 	UnpreparePathRequired ID = "unprepare.path-required"
-	// SP MUST INVALID_ARGUMENT when prepare_path differs from that of the preparation.
+	// The Plugin MUST answer `INVALID_ARGUMENT` to a `prepare_path` that differs from the one the preparation was made with.
 	UnpreparePathDiffers ID = "unprepare.path-differs"
-	// SP MUST OK for a pair (or volume) it does not know.
+	// The Plugin MUST answer `OK` to a `NodeUnprepareVolume` call for a pair or a volume that it does not know.
 	UnprepareUnknownOk ID = "unprepare.unknown-ok"
-	// SP MUST have emptied prepare_path when it answers OK.
+	// The Plugin MUST have removed all that it made in `prepare_path` by the time it answers `OK`.
 	UnpreparePathEmptied ID = "unprepare.path-emptied"
-	// SP MUST NOT remove from prepare_path what it did not make.
+	// The Plugin MUST NOT remove from `prepare_path` anything that it did not make.
 	UnprepareOnlyOwn ID = "unprepare.only-own"
-	// SP MUST NOT answer OK before its work is finished.
+	// The Plugin MUST NOT answer `OK` before the work of `NodeUnprepareVolume` is finished.
 	UnprepareFinished ID = "unprepare.finished"
-	// SP MUST NOT change or delete the data of the volume.
+	// The Plugin MUST NOT change or delete data of a volume in `NodeUnprepareVolume`.
 	UnprepareDataKept ID = "unprepare.data-kept"
-	// SP MUST FAILED_PRECONDITION to NodeUnstageVolume while prepared.
+	// The Plugin MUST answer `FAILED_PRECONDITION` to `NodeUnstageVolume` while the volume has a preparation on the node.
 	UnprepareUnstageRefused ID = "unprepare.unstage-refused"
-	// SP MUST FAILED_PRECONDITION to DeleteVolume while prepared.
+	// The Plugin MUST answer `FAILED_PRECONDITION` to `DeleteVolume` while it knows of a preparation of the volume.
 	UnprepareDeleteRefused ID = "unprepare.delete-refused"
-	// CO MUST have undone every performance before NodeUnprepareVolume.
+	// The CO MUST have undone every performance of a preparation before it calls `NodeUnprepareVolume`.
 	UnprepareUndoneFirst ID = "unprepare.undone-first"
-	// CO MUST remove prepare_path with one non-recursive rmdir.
+	// The CO MUST remove `prepare_path` with one rmdir(2), not recursively.
 	UnprepareRmdir ID = "unprepare.rmdir"
-	// CO SHOULD repeat after FAILED_PRECONDITION with growing delay.
+	// The CO SHOULD repeat `NodeUnprepareVolume` after `FAILED_PRECONDITION` with a growing delay.
 	UnprepareBackOff ID = "unprepare.back-off"
-	// CO MUST NOT call NodeUnstageVolume before every NodeUnprepareVolume of the volume is OK.
+	// The CO MUST NOT call `NodeUnstageVolume` before every `NodeUnprepareVolume` of the volume on the node has answered `OK`.
 	UnprepareBeforeUnstage ID = "unprepare.before-unstage"
-	// SP MUST list every preparation it has answered OK and that is not unprepared.
+	// The Plugin MUST list every preparation that it has answered with `OK` and that is not unprepared.
 	ListComplete ID = "list.complete"
-	// SP MUST NOT list a pair after NodeUnprepareVolume of it was OK.
+	// The Plugin MUST NOT list a pair after it has answered `OK` to the `NodeUnprepareVolume` call for it.
 	ListForgets ID = "list.forgets"
-	// SP MUST repeat prepare_path, staging_target_path and readonly of the request.
+	// The Plugin MUST list `prepare_path`, `staging_target_path` and `readonly` as the `NodePrepareVolume` call had them.
 	ListAsRequested ID = "list.as-requested"
-	// SP MUST list the same after its process restarted in the same boot.
+	// The Plugin MUST list the same preparations after its process was restarted in the same boot.
 	ListSurvivesRestart ID = "list.survives-restart"
-	// SP MUST INVALID_ARGUMENT for negative max_entries.
+	// The Plugin MUST answer `INVALID_ARGUMENT` to a negative `max_entries`.
 	ListNegativeMax ID = "list.negative-max"
-	// SP MUST NOT return more than max_entries entries when it is positive.
+	// The Plugin MUST NOT return more than `max_entries` entries in one answer if `max_entries` is positive.
 	ListPageSize ID = "list.page-size"
-	// SP MUST return every entry once over the pages of an unchanging set.
+	// The Plugin MUST return every entry exactly once over the pages of a set that does not change.
 	ListPagesComplete ID = "list.pages-complete"
-	// SP MUST ABORTED for a starting_token it did not give.
+	// The Plugin MUST answer `ABORTED` to a `starting_token` that it did not give.
 	ListBadToken ID = "list.bad-token"
-	// SP MUST 1 to 16 mount specs.
+	// The Plugin MUST return at least 1 and at most 16 mount specs.
 	SpecCount ID = "spec.count"
-	// SP MUST set exactly one kind in each.
+	// The Plugin MUST set exactly one kind in each mount spec.
 	SpecKindSet ID = "spec.kind-set"
-	// SP MUST empty target in the first and only the first.
+	// The Plugin MUST leave `target` empty in the first mount spec and in no other.
 	SpecFirstTarget ID = "spec.first-target"
-	// SP MUST NOT target begins with '/' or has an empty, '.' or '..' component.
+	// The Plugin MUST NOT return a `target` that begins with `/` or has an empty, `.` or `..` component.
 	SpecTargetRelative ID = "spec.target-relative"
-	// SP MUST NOT target over 4095 bytes or a component over 255.
+	// The Plugin MUST NOT return a `target` of more than 4095 bytes or with a component of more than 255.
 	SpecTargetLength ID = "spec.target-length"
-	// SP MUST NOT same target twice.
+	// The Plugin MUST NOT return two mount specs with the same `target`.
 	SpecTargetUnique ID = "spec.target-unique"
-	// SP MUST a target after the target it lies below.
+	// The Plugin MUST place a mount spec after every mount spec whose `target` lies above its own.
 	SpecTargetOrder ID = "spec.target-order"
-	// SP MUST NOT fields, enum values or arms this document does not define.
+	// The Plugin MUST NOT set fields, enum values or oneof arms in a mount spec that this document does not define.
 	SpecNoUnknownFields ID = "spec.no-unknown-fields"
-	// SP MUST NOT NUL or invalid UTF-8 in any text.
+	// The Plugin MUST NOT return text that holds a NUL byte or is not valid UTF-8.
 	SpecText ID = "spec.text"
-	// SP MUST NOT any field over its limit.
+	// The Plugin MUST NOT return a field that is longer than its limit.
 	SpecFieldLength ID = "spec.field-length"
-	// SP MUST exactly one spec, BLOCK_DEVICE, for a block volume.
+	// The Plugin MUST answer for a block volume with exactly one mount spec, of kind `BLOCK_DEVICE`.
 	SpecBlockVolume ID = "spec.block-volume"
-	// SP MUST NOT BLOCK_DEVICE for a mount volume.
+	// The Plugin MUST NOT return a `BLOCK_DEVICE` for a mount volume.
 	SpecMountVolume ID = "spec.mount-volume"
-	// CO MUST apply at least the attributes of each spec.
+	// The CO MUST apply at least the attributes of each mount spec.
 	AttributesLowerBound ID = "attributes.lower-bound"
-	// CO MUST apply the attributes before the mount is visible to anyone.
+	// The CO MUST apply the attributes of a mount before the mount is visible to anyone else.
 	AttributesBeforeVisible ID = "attributes.before-visible"
-	// CO MUST add nosuid and nodev unless the operator's policy says otherwise (nodev not to block devices).
+	// The CO MUST add `nosuid` and, except for a `BLOCK_DEVICE`, `nodev` unless the operator's policy says otherwise.
 	AttributesNosuidNodev ID = "attributes.nosuid-nodev"
-	// CO MUST apply recursive attributes to every mount of the tree or fail.
+	// The CO MUST apply `recursive` attributes to every mount of the tree or fail the performance.
 	AttributesRecursive ID = "attributes.recursive"
-	// CO MUST make every performed mount private in propagation.
+	// The CO MUST make every mount that it performs private in propagation.
 	AttributesPrivate ID = "attributes.private"
-	// CO MUST give the full set of attributes to whatever performs the mount.
+	// The CO MUST give the full set of attributes to whatever performs a mount for it.
 	AttributesFullSet ID = "attributes.full-set"
-	// SP MUST fs_type of 1 to 31 bytes of [a-z0-9_-].
+	// The Plugin MUST set `fs_type` to 1 to 31 bytes of `[a-z0-9_-]`.
 	FilesystemTypeCharset ID = "filesystem.type-charset"
-	// SP MUST NOT fs_type not in performer.fs_types.
+	// The Plugin MUST NOT return an `fs_type` in a `FILESYSTEM` that `performer.fs_types` does not name.
 	FilesystemTypeOffered ID = "filesystem.type-offered"
-	// SP MUST NOT fs_type that is no storage of a volume (SEC-16, SEC-19).
+	// The Plugin MUST NOT return an `fs_type` of the table of forbidden types below.
 	FilesystemTypeForbidden ID = "filesystem.type-forbidden"
-	// SP MUST NOT mount words as keys (SEC-21).
+	// The Plugin MUST NOT use a mount word of the table of forbidden keys below as a parameter key.
 	FilesystemNoMountWords ID = "filesystem.no-mount-words"
-	// SP MUST NOT words of mount(8) as keys (SEC-22).
+	// The Plugin MUST NOT use a user-space word of the table of forbidden keys below as a parameter key.
 	FilesystemNoUserspaceWords ID = "filesystem.no-userspace-words"
-	// SP MUST NOT keys that name another object (SEC-23).
+	// The Plugin MUST NOT use a key of the table of forbidden keys below that names another object.
 	FilesystemNoObjectWords ID = "filesystem.no-object-words"
-	// SP MUST NOT LSM label keys (SEC-24).
+	// The Plugin MUST NOT use a label key of the table of forbidden keys below.
 	FilesystemNoLabelWords ID = "filesystem.no-label-words"
-	// SP MUST NOT ID mapping keys (SEC-25).
+	// The Plugin MUST NOT use an ID mapping key of the table of forbidden keys below.
 	FilesystemNoIDMapWords ID = "filesystem.no-idmap-words"
-	// SP MUST key of 1 to 128 bytes of [A-Za-z0-9._:-].
+	// The Plugin MUST set the key of a parameter to 1 to 128 bytes of `[A-Za-z0-9._:-]`.
 	FilesystemParameterKey ID = "filesystem.parameter-key"
-	// SP MUST value of 1 to 255 bytes with no NUL, comma or newline.
+	// The Plugin MUST set the value of a parameter that has one to 1 to 255 bytes without NUL, comma or newline.
 	FilesystemParameterValue ID = "filesystem.parameter-value"
-	// SP MUST NOT over 4095 bytes joined.
+	// The Plugin MUST NOT return parameters that exceed 4095 bytes when joined by commas.
 	FilesystemParametersLength ID = "filesystem.parameters-length"
-	// SP MUST NOT same key twice.
+	// The Plugin MUST NOT return one key twice among the parameters of a mount spec.
 	FilesystemParameterOnce ID = "filesystem.parameter-once"
-	// SP MUST NOT opaque source over 255 bytes.
+	// The Plugin MUST NOT return an `opaque` source of more than 255 bytes.
 	FilesystemSourceLength ID = "filesystem.source-length"
-	// SP MUST NOT an absolute path of the node as opaque source.
+	// The Plugin MUST NOT return an absolute path of the node as an `opaque` source.
 	FilesystemSourceNoPath ID = "filesystem.source-no-path"
-	// SP MUST resolve names of servers to addresses (addr=).
+	// The Plugin MUST resolve the names of servers to addresses.
 	FilesystemNamesResolved ID = "filesystem.names-resolved"
-	// SP MUST NOT make a filesystem on a device not proven blank.
+	// The Plugin MUST NOT make a filesystem on a device that is not proven blank.
 	FilesystemBlankDevice ID = "filesystem.blank-device"
-	// CO MUST make the first mount of a device exclusively (never a superblock with other parameters).
+	// The CO MUST make the first mount of a device exclusively, so that it never gets a superblock with other parameters than it asked for.
 	FilesystemExclusiveFirst ID = "filesystem.exclusive-first"
-	// CO MUST NOT start a mount helper or shell to perform.
+	// The CO MUST NOT start a mount helper or a shell to perform a mount spec.
 	FilesystemNoHelper ID = "filesystem.no-helper"
-	// SP MUST base STAGING, PREPARE or GRANTED.
+	// The Plugin MUST set `base` to `STAGING`, `PREPARE` or `GRANTED`.
 	BindBaseKnown ID = "bind.base-known"
-	// SP MUST NOT a base the call did not set.
+	// The Plugin MUST NOT use a base that the call did not set.
 	BindBaseSet ID = "bind.base-set"
-	// SP MUST grant one of performer.grants.
+	// The Plugin MUST set `grant` to one of `performer.grants` if `base` is `GRANTED`.
 	BindGrantOffered ID = "bind.grant-offered"
-	// SP MUST NOT grant set unless base is GRANTED.
+	// The Plugin MUST NOT set `grant` if `base` is not `GRANTED`.
 	BindGrantOnlyGranted ID = "bind.grant-only-granted"
-	// SP MUST NOT relative begins with '/' or has an empty, '.' or '..' component.
+	// The Plugin MUST NOT return a `relative` that begins with `/` or has an empty, `.` or `..` component.
 	BindRelative ID = "bind.relative"
-	// SP MUST NOT source reached through a symlink.
+	// The Plugin MUST NOT return a source that is reached through a symbolic link below its base.
 	BindNoSymlink ID = "bind.no-symlink"
-	// SP MUST set mount_fs_type where the Plugin mounts the source.
+	// The Plugin MUST set `mount_fs_type` if it mounts at or above the source.
 	BindMountFSTypeSet ID = "bind.mount-fs-type-set"
-	// CO MUST resolve the source beneath its base without following links.
+	// The CO MUST resolve the source of a bind beneath its base without following links.
 	BindResolveBeneath ID = "bind.resolve-beneath"
-	// CO MUST bind from the descriptor of that one resolution.
+	// The CO MUST bind from the descriptor that this one resolution gave, not from a path resolved again.
 	BindByDescriptor ID = "bind.by-descriptor"
-	// CO MUST refuse a source that is a directory where is_file says file, or the reverse.
+	// The CO MUST refuse a source whose being a directory or not contradicts `is_file`.
 	BindTypeMatches ID = "bind.type-matches"
-	// CO MUST refuse a source not covered by a mount of mount_fs_type at or below base.
+	// The CO MUST refuse a source that is not covered by a mount of `mount_fs_type` at or below its base, where that field is set.
 	BindMountFSType ID = "bind.mount-fs-type"
-	// SP MUST major not 0.
+	// The Plugin MUST set `major` of a block device to a number other than 0.
 	BlockNumbers ID = "block.numbers"
-	// SP MUST NOT attributes other than readonly on BLOCK_DEVICE.
+	// The Plugin MUST NOT set attributes other than `readonly` on a `BLOCK_DEVICE`.
 	BlockAttributes ID = "block.attributes"
-	// CO MUST compare device numbers and diskseq with sysfs at each performance.
+	// The CO MUST compare the numbers and the `diskseq` of a block device with sysfs at each performance.
 	BlockDiskseqChecked ID = "block.diskseq-checked"
-	// CO MUST choose owner and mode of the node.
+	// The CO MUST choose owner and mode of the device node itself.
 	BlockOwnerMode ID = "block.owner-mode"
-	// CO MUST NOT grant the consumer mknod access to the device.
+	// The CO MUST NOT grant the consumer mknod access to the device.
 	BlockNoMknodAccess ID = "block.no-mknod-access"
-	// CO MUST make writes to a read-only block device fail.
+	// The CO MUST make writes of the consumer to a read-only block device fail.
 	BlockReadonlyDevice ID = "block.readonly-device"
-	// SP MUST handle_id of 1 to 128 bytes of [A-Za-z0-9._-].
+	// The Plugin MUST set `handle_id` of a `HANDLE` to 1 to 128 bytes of `[A-Za-z0-9._-]`.
 	HandleID ID = "handle.id"
-	// SP MUST set fs_type of a handle.
+	// The Plugin MUST set `fs_type` of a `HANDLE`.
 	HandleFSType ID = "handle.fs-type"
-	// SP MUST deliver each handle_id it answers in the call, unless in held_handles.
+	// The Plugin MUST deliver each `handle_id` that it answers within the call unless `held_handles` names it.
 	HandleDelivered ID = "handle.delivered"
-	// CO MUST verify a handle in a private mount namespace before use.
+	// The CO MUST verify a handle in a private mount namespace before any consumer gets it.
 	HandleVerifiedPrivate ID = "handle.verified-private"
-	// CO MUST give each consumer a clone of its own.
+	// The CO MUST give each consumer a clone of its own.
 	HandleFreshClone ID = "handle.fresh-clone"
-	// SP MUST handle_id of 1 to 128 bytes of [A-Za-z0-9._-].
+	// The Plugin MUST set `handle_id` of a `FUSE` to 1 to 128 bytes of `[A-Za-z0-9._-]`.
 	FUSEID ID = "fuse.id"
-	// SP MUST NOT superblock parameters other than max_read, default_permissions, allow_other.
+	// The Plugin MUST NOT ask for FUSE parameters other than `max_read`, `default_permissions` and `allow_other`.
 	FUSEParameters ID = "fuse.parameters"
-	// CO MUST NOT attach a FUSE mount before serving.
+	// The CO MUST NOT attach a FUSE mount before it has received `serving` for it.
 	FUSEServingFirst ID = "fuse.serving-first"
-	// CO MUST NOT mount a FUSE device it did not open.
+	// The CO MUST NOT mount a FUSE device that it did not open itself.
 	FUSEDeviceOwn ID = "fuse.device-own"
-	// CO MUST NOT abort a connection it does not hold a descriptor of.
+	// The CO MUST NOT abort a FUSE connection of which it does not hold a descriptor at that moment.
 	FUSEOwnConnection ID = "fuse.own-connection"
-	// SP MUST serve for as long as the preparation lives, whatever becomes of the process behind the CSI socket.
+	// The Plugin MUST serve a FUSE mount for as long as its preparation lives, whatever becomes of the process behind the CSI socket.
 	FUSEOutlivesRPC ID = "fuse.outlives-rpc"
-	// SP MUST NOT extension whose type URL was not offered.
+	// The Plugin MUST NOT return an extension whose type URL `performer.extensions` does not name.
 	ExtensionOffered ID = "extension.offered"
-	// CO MUST socket in a directory no one but CO and Plugin can reach.
+	// The CO MUST place the handoff socket in a directory that no one but the CO and the Plugin can reach.
 	HandoffSocketPrivate ID = "handoff.socket-private"
-	// CO MUST new random token for each call.
+	// The CO MUST make a new random token for each `NodePrepareVolume` call with a `handle_socket`.
 	HandoffTokenFresh ID = "handoff.token-fresh"
-	// CO MUST drop a message whose token is not of a pending call.
+	// The CO MUST drop a handoff message whose token is not that of a pending call.
 	HandoffTokenChecked ID = "handoff.token-checked"
-	// CO MUST refuse a message with more or fewer descriptors than its kind has.
+	// The CO MUST refuse a handoff message that carries more or fewer descriptors than its body has.
 	HandoffOneDescriptor ID = "handoff.one-descriptor"
-	// CO MUST answer each message with one reply.
+	// The CO MUST answer each handoff message that it does not drop with exactly one `reply`.
 	HandoffOneReply ID = "handoff.one-reply"
-	// SP MUST keep the connection open for as long as it serves.
+	// The Plugin MUST keep the connection of a FUSE mount open for as long as it serves that mount.
 	HandoffConnectionStays ID = "handoff.connection-stays"
-	// CO MUST close what arrived under the token of a call that failed or ended.
+	// The CO MUST close every descriptor that arrived under the token of a call that failed or ended without naming it.
 	HandoffDropLate ID = "handoff.drop-late"
-	// CO MUST validate the whole response before the first kernel change.
+	// The CO MUST validate the whole response before its first change to the kernel.
 	ValidateWholeFirst ID = "validate.whole-first"
-	// CO MUST NOT perform any spec of a response that breaks a rule.
+	// The CO MUST NOT perform any mount spec of a response that breaks a rule of this document.
 	ValidateNothingPerformed ID = "validate.nothing-performed"
-	// CO MUST call NodeUnprepareVolume for a response it refuses.
+	// The CO MUST call `NodeUnprepareVolume` for a response that it refuses.
 	ValidateEndsPreparation ID = "validate.ends-preparation"
-	// CO MUST perform in the order of the response.
+	// The CO MUST perform mount specs in the order of the response.
 	PerformInOrder ID = "perform.in-order"
-	// CO MUST leave nothing of the list when one spec fails.
+	// The CO MUST leave nothing of a response performed if one of its mount specs fails.
 	PerformAllOrNothing ID = "perform.all-or-nothing"
-	// CO MUST resolve the target in the consumer's root.
+	// The CO MUST resolve its target inside the consumer's root.
 	PerformTargetInRoot ID = "perform.target-in-root"
-	// CO MUST NOT follow a symlink or magic link below the attached root (in target of a spec).
+	// The CO MUST NOT follow a symbolic or magic link in the `target` of a mount spec.
 	PerformNoSymlink ID = "perform.no-symlink"
-	// CO MUST NOT perform on procfs, sysfs, cgroup, devpts.
+	// The CO MUST NOT perform onto procfs, sysfs, a cgroup filesystem or devpts.
 	PerformProtectedTarget ID = "perform.protected-target"
-	// CO MUST NOT attach a directory on anything but a directory, a file on anything but a regular file.
+	// The CO MUST NOT attach a directory onto anything but a directory, nor a file onto anything but a regular file.
 	PerformTargetType ID = "perform.target-type"
-	// CO MUST NOT create directories or files inside the data of a volume.
+	// The CO MUST NOT create directories or files inside the data of a volume.
 	PerformNoVolumeDirs ID = "perform.no-volume-dirs"
-	// CO MUST NOT stack a second mount when a performance is repeated.
+	// The CO MUST NOT stack a second mount when a performance is repeated.
 	PerformOnce ID = "perform.once"
-	// CO MUST compare the mount table with the specs before it reports success.
+	// The CO MUST compare the mount table with the mount specs before it reports success.
 	PerformVerified ID = "perform.verified"
-	// CO MUST keep a receipt with the unique id of each mount it made.
+	// The CO MUST keep a receipt with the unique id of each mount that it made.
 	PerformReceipt ID = "perform.receipt"
-	// CO MUST NOT leak a descriptor into the consumer.
+	// The CO MUST NOT let the consumer inherit a descriptor of a performance.
 	PerformNoDescriptor ID = "perform.no-descriptor"
-	// CO MUST bound every blocking step by a deadline.
+	// The CO MUST bound every step that may block by a deadline.
 	PerformDeadline ID = "perform.deadline"
-	// CO MUST undo in the reverse of the order.
+	// The CO MUST undo in the reverse of the order in which it performed.
 	UndoReverseOrder ID = "undo.reverse-order"
-	// CO MUST undo exactly the mounts of its receipts, known by unique id, not by path.
+	// The CO MUST undo exactly the mounts of its receipts, known by unique id and not by path.
 	UndoByID ID = "undo.by-id"
-	// CO MUST report a busy mount and keep it; never detach lazily.
+	// The CO MUST report a mount that is busy and keep it attached.
 	UndoBusyReported ID = "undo.busy-reported"
-	// CO MUST NOT remove a mount it did not make.
+	// The CO MUST NOT remove a mount that it did not make.
 	UndoBystanderKept ID = "undo.bystander-kept"
-	// CO MUST OK when repeated.
+	// The CO MUST succeed when it undoes again what is undone.
 	UndoIdempotent ID = "undo.idempotent"
-	// CO MUST read the table again and not report success while a mount of its receipts is there.
+	// The CO MUST read the table again and find no mount of its receipts in it before it reports success of undo.
 	UndoRechecked ID = "undo.rechecked"
-	// CO MUST remove the target it created, and nothing else.
+	// The CO MUST remove, after undo, exactly those parts of the target that it created.
 	UndoCreatedRemoved ID = "undo.created-removed"
-	// CO MUST NOT remove recursively at or below a target.
+	// The CO MUST NOT remove anything recursively at or below a target.
 	UndoNoRecursiveRemove ID = "undo.no-recursive-remove"
-	// CO MUST NOT access the tree below the target before it is unmounted.
+	// The CO MUST NOT access the tree below a target before it is unmounted.
 	UndoNoPathAccess ID = "undo.no-path-access"
-	// CO MUST leave the mount table of every namespace after undo as before perform.
+	// The CO MUST leave the mount table of every mount namespace after undo as it was before it performed, changes by others excepted.
 	AuditTableRestored ID = "audit.table-restored"
-	// CO MUST count leaks before it removes a directory.
+	// The CO MUST count leaks before it removes a directory.
 	AuditBeforeRmdir ID = "audit.before-rmdir"
-	// SP MUST concurrent calls for one pair end as if in some order (ABORTED allowed).
+	// The Plugin MUST leave, after concurrent calls for one pair, a state that some order of the calls it did not answer with `ABORTED` would have left.
 	ConcurrencySamePair ID = "concurrency.same-pair"
-	// SP MUST NOT let a pending call on one volume delay calls on another.
+	// The Plugin MUST NOT let a pending call for one volume delay calls for another volume.
 	ConcurrencyOthersFree ID = "concurrency.others-free"
-	// SP MUST leave a cancelled call as repeatable.
+	// The Plugin MUST leave a cancelled call so that a repeat of it can succeed.
 	ConcurrencyCancelled ID = "concurrency.cancelled"
-	// CO SHOULD at most one call in flight for a volume on a node.
+	// The CO SHOULD have at most one call in flight for a volume on a node.
 	ConcurrencySingleFlight ID = "concurrency.single-flight"
-	// SP MUST OK for a repeat with equal arguments.
+	// The Plugin MUST answer `OK` to a repeat with the same pair and equal other arguments.
 	IdempotencySame ID = "idempotency.same"
-	// SP MUST equivalent specs for a repeat.
+	// The Plugin MUST answer a repeat with mount specs equivalent to those of the first answer.
 	IdempotencyEquivalent ID = "idempotency.equivalent"
-	// SP MUST ALREADY_EXISTS for the same pair with other arguments.
+	// The Plugin MUST answer `ALREADY_EXISTS` to a call with the pair of a preparation and other arguments.
 	IdempotencyIncompatible ID = "idempotency.incompatible"
-	// SP MUST OK for another prepare_id with a multi-node or SINGLE_NODE_MULTI_WRITER mode.
+	// The Plugin MUST answer `OK` to a call with another `prepare_id` for a volume with a `MULTI_NODE_` or the `SINGLE_NODE_MULTI_WRITER` access mode.
 	IdempotencyOtherID ID = "idempotency.other-id"
-	// SP MUST FAILED_PRECONDITION for another prepare_id with SINGLE_NODE_SINGLE_WRITER.
+	// The Plugin MUST answer `FAILED_PRECONDITION` to a call with another `prepare_id` for a volume prepared with `SINGLE_NODE_SINGLE_WRITER`.
 	IdempotencySingleWriter ID = "idempotency.single-writer"
-	// SP MUST FAILED_PRECONDITION for another prepare_id with SINGLE_NODE_WRITER or SINGLE_NODE_READER_ONLY if it has SINGLE_NODE_MULTI_WRITER.
+	// The Plugin MUST answer `FAILED_PRECONDITION` to a call with another `prepare_id` for a volume prepared with `SINGLE_NODE_WRITER` or `SINGLE_NODE_READER_ONLY` if it has `SINGLE_NODE_MULTI_WRITER`.
 	IdempotencyWriter ID = "idempotency.writer"
-	// SP MUST OK for the same without that capability.
+	// The Plugin MUST answer `OK` to a call with another `prepare_id` for a volume prepared with `SINGLE_NODE_WRITER` or `SINGLE_NODE_READER_ONLY` if it lacks `SINGLE_NODE_MULTI_WRITER`.
 	IdempotencyWriterLegacy ID = "idempotency.writer-legacy"
-	// SP MUST take no account of secrets when it compares.
+	// The Plugin MUST take no account of `secrets` when it compares a call with an earlier one.
 	IdempotencySecrets ID = "idempotency.secrets"
-	// SP MUST FAILED_PRECONDITION, keeping the preparation, when a repeat's performer no longer covers the specs.
+	// The Plugin MUST answer `FAILED_PRECONDITION` to a repeat whose `performer` no longer covers the mount specs, and keep the preparation.
 	IdempotencyPerformerNarrower ID = "idempotency.performer-narrower"
-	// SP MUST equivalent specs when a repeat's performer offers more.
+	// The Plugin MUST answer a repeat whose `performer` offers more with mount specs equivalent to those of the first answer.
 	IdempotencyPerformerWider ID = "idempotency.performer-wider"
-	// SP MUST OK for a repeated NodeUnprepareVolume.
+	// The Plugin MUST answer `OK` to a repeated `NodeUnprepareVolume` call.
 	IdempotencyUnprepare ID = "idempotency.unprepare"
-	// SP MUST after a restart in the same boot answer repeats and NodeUnprepareVolume as before.
+	// The Plugin MUST answer repeats and `NodeUnprepareVolume` after a restart in the same boot as it would have before.
 	CrashStateSurvives ID = "crash.state-survives"
-	// SP MUST drop preparations of another boot.
+	// The Plugin MUST drop the preparations of another boot.
 	CrashBootID ID = "crash.boot-id"
-	// SP MUST NOT infer a preparation from what lies in a directory.
+	// The Plugin MUST NOT infer a preparation from what lies in a directory.
 	CrashNoInference ID = "crash.no-inference"
-	// CO MUST durable record of intent before NodePrepareVolume.
+	// The CO MUST have a durable record of its intent before it calls `NodePrepareVolume`.
 	CrashIntentDurable ID = "crash.intent-durable"
-	// CO MUST make receipts durable before it reports the volume usable.
+	// The CO MUST make receipts durable before it reports the volume usable.
 	CrashReceiptDurable ID = "crash.receipt-durable"
-	// CO MUST treat every performance and preparation of another boot as void.
+	// The CO MUST treat every preparation and performance of another boot as void.
 	CrashCOBootID ID = "crash.co-boot-id"
-	// CO MUST after a crash bring every performance to whole or nothing.
+	// The CO MUST bring every performance that a crash interrupted to wholly performed or to nothing left.
 	CrashRecovered ID = "crash.recovered"
-	// SP MUST NOT show a secret in an error, a log or a file in clear.
-	SecuritySecretsSP ID = "security.secrets-sp"
-	// CO MUST NOT show a secret in an error, a log, argv or a file in clear.
-	SecuritySecretsCO ID = "security.secrets-co"
-	// SP MUST NOT let a volume_id, prepare_id or name reach outside its own directories.
+	// The Plugin MUST NOT let a `volume_id`, a `prepare_id` or another name from a request reach outside its own directories.
 	SecurityIDConfined ID = "security.id-confined"
-	// CO MUST keep ledger, sockets and prepare_path in directories that only it can enter.
+	// The CO MUST keep its ledger, its sockets and every `prepare_path` in directories that no one but it and the Plugin concerned can enter.
 	SecurityLedgerPrivate ID = "security.ledger-private"
-	// SP MUST accept prepare_path (or staging path) of a living preparation as volume_path of NodeGetVolumeStats.
+	// The Plugin MUST NOT show a secret in an error, in a log or in clear in a file.
+	SecuritySecretsSP ID = "security.secrets-sp"
+	// The CO MUST NOT show a secret in an error, in a log, on a command line or in clear in a file.
+	SecuritySecretsCO ID = "security.secrets-co"
+	// The Plugin MUST accept the `prepare_path` of a living preparation, or its staging path where the Plugin stages, as `volume_path` of `NodeGetVolumeStats`.
 	StatsByPreparePath ID = "stats.by-prepare-path"
-	// SP MUST NOT let a stats or health call wait for a lock NodeUnprepareVolume needs.
+	// The Plugin MUST NOT let a statistics or health call wait for a lock that `NodeUnprepareVolume` needs.
 	StatsNotBlocked ID = "stats.not-blocked"
 )
 
 var all = []Requirement{
-	{DiscoveryUnimplemented, Must, CO, "discovery", "treat UNIMPLEMENTED from NodePrepareGetCapabilities as absence of the service, not as a failure", "v1alpha1"},
-	{DiscoveryNotAgain, ShouldNot, CO, "discovery", "ask again after UNIMPLEMENTED until reconnect or re-registration", "v1alpha1"},
-	{DiscoveryOneWay, MustNot, CO, "discovery", "use NodePublishVolume and NodePrepareVolume for one consumer of a volume", "v1alpha1"},
-	{DiscoverySameEndpoint, Must, SP, "discovery", "serve NodePrepare on the endpoint of its CSI Node service", "v1alpha1"},
-	{CapabilitiesRPC, Must, SP, "capabilities", "report PREPARE_UNPREPARE_VOLUME", "v1alpha1"},
-	{CapabilitiesKinds, Must, SP, "capabilities", "report every kind it is able to return", "v1alpha1"},
-	{CapabilitiesTyped, MustNot, SP, "capabilities", "report a capability whose type is unset or unknown", "v1alpha1"},
-	{CapabilitiesStable, Must, SP, "capabilities", "answer the same capabilities for the life of its process", "v1alpha1"},
-	{CapabilitiesPropagation, Must, SP, "capabilities", "report requires_propagation if a mount it makes has to reach the CO's mount namespace by propagation", "v1alpha1"},
-	{PrepareVolumeIDRequired, Must, SP, "prepare", "INVALID_ARGUMENT for empty volume_id", "v1alpha1"},
-	{PreparePrepareIDRequired, Must, SP, "prepare", "INVALID_ARGUMENT for empty prepare_id", "v1alpha1"},
-	{PreparePrepareIDAlphabet, Must, SP, "prepare", "INVALID_ARGUMENT for prepare_id outside its alphabet or length", "v1alpha1"},
-	{PrepareCapabilityRequired, Must, SP, "prepare", "INVALID_ARGUMENT for unset volume_capability", "v1alpha1"},
-	{PreparePathRequired, Must, SP, "prepare", "INVALID_ARGUMENT for empty prepare_path", "v1alpha1"},
-	{PreparePathAbsolute, Must, SP, "prepare", "INVALID_ARGUMENT for prepare_path not absolute", "v1alpha1"},
-	{PreparePerformerRequired, Must, SP, "prepare", "INVALID_ARGUMENT for performer unset, kernel unknown, or kinds empty", "v1alpha1"},
-	{PrepareFieldNamed, Must, SP, "prepare", "name the offending field in the message of INVALID_ARGUMENT", "v1alpha1"},
-	{PrepareVolumeNotFound, Must, SP, "prepare", "NOT_FOUND for a volume that does not exist", "v1alpha1"},
-	{PreparePathMissing, Must, SP, "prepare", "FAILED_PRECONDITION when prepare_path does not exist", "v1alpha1"},
-	{PreparePathEmpty, Must, SP, "prepare", "FAILED_PRECONDITION when prepare_path is not empty on the first call", "v1alpha1"},
-	{PrepareStaysBelow, MustNot, SP, "prepare", "make anything for a preparation outside prepare_path, its own state excepted", "v1alpha1"},
-	{PrepareNoMount, MustNot, SP, "prepare", "make a mount visible outside its own mount namespace unless it reports requires_propagation", "v1alpha1"},
-	{PrepareKindOffered, MustNot, SP, "prepare", "return a kind that performer.kinds does not name", "v1alpha1"},
-	{PrepareKindReported, MustNot, SP, "prepare", "return a kind its capabilities do not report", "v1alpha1"},
-	{PrepareNoAcceptedKind, Must, SP, "prepare", "FAILED_PRECONDITION when no spec it could return is accepted by performer", "v1alpha1"},
-	{PrepareUnknownKindIgnored, Must, SP, "prepare", "ignore elements of performer.kinds it does not know", "v1alpha1"},
-	{PrepareUnknownGrantIgnored, Must, SP, "prepare", "ignore names in performer.grants it does not know", "v1alpha1"},
-	{PrepareOtherKernel, MustNot, SP, "prepare", "return anything but FILESYSTEM on a block device (or BLOCK_DEVICE) to kernel OTHER", "v1alpha1"},
-	{PrepareMountFlagRefused, Must, SP, "prepare", "INVALID_ARGUMENT for a mount flag it cannot honour", "v1alpha1"},
-	{PrepareMountFlagMasked, MustNot, SP, "prepare", "show more of a mount flag in an error than the text before '='", "v1alpha1"},
-	{PrepareMountGroupRefused, Must, SP, "prepare", "INVALID_ARGUMENT for a volume_mount_group it cannot honour", "v1alpha1"},
-	{PrepareStagingRequired, Must, SP, "prepare", "FAILED_PRECONDITION when it has STAGE_UNSTAGE_VOLUME and the volume is not staged at staging_target_path", "v1alpha1"},
-	{PrepareUnsupportedCapability, Must, SP, "prepare", "FAILED_PRECONDITION for a volume_capability the volume does not support", "v1alpha1"},
-	{PrepareReadonly, Must, SP, "prepare", "set attributes.readonly in every spec when readonly is true", "v1alpha1"},
-	{PrepareReaderOnly, Must, SP, "prepare", "set attributes.readonly in every spec for a READER_ONLY access mode", "v1alpha1"},
-	{PrepareNothingLeft, MustNot, SP, "prepare", "keep a preparation that it answered with a final error", "v1alpha1"},
-	{PreparePathPrivate, Must, CO, "prepare", "make prepare_path an empty directory of no other preparation", "v1alpha1"},
-	{PrepareIDOwn, MustNot, CO, "prepare", "use one prepare_id for two consumers at a time", "v1alpha1"},
-	{PrepareEachPerformance, Must, CO, "prepare", "precede each performance by a NodePrepareVolume of its own", "v1alpha1"},
-	{PrepareOfferHonest, MustNot, CO, "prepare", "offer in performer what it is not able to perform", "v1alpha1"},
-	{PrepareEndUncertain, Must, CO, "prepare", "call NodeUnprepareVolume after an outcome that is not final and that it does not repeat", "v1alpha1"},
-	{UnprepareVolumeIDRequired, Must, SP, "unprepare", "INVALID_ARGUMENT for empty volume_id", "v1alpha1"},
-	{UnpreparePrepareIDRequired, Must, SP, "unprepare", "INVALID_ARGUMENT for empty prepare_id", "v1alpha1"},
-	{UnpreparePathRequired, Must, SP, "unprepare", "INVALID_ARGUMENT for empty prepare_path", "v1alpha1"},
-	{UnpreparePathDiffers, Must, SP, "unprepare", "INVALID_ARGUMENT when prepare_path differs from that of the preparation", "v1alpha1"},
-	{UnprepareUnknownOk, Must, SP, "unprepare", "OK for a pair (or volume) it does not know", "v1alpha1"},
-	{UnpreparePathEmptied, Must, SP, "unprepare", "have emptied prepare_path when it answers OK", "v1alpha1"},
-	{UnprepareOnlyOwn, MustNot, SP, "unprepare", "remove from prepare_path what it did not make", "v1alpha1"},
-	{UnprepareFinished, MustNot, SP, "unprepare", "answer OK before its work is finished", "v1alpha1"},
-	{UnprepareDataKept, MustNot, SP, "unprepare", "change or delete the data of the volume", "v1alpha1"},
-	{UnprepareUnstageRefused, Must, SP, "unprepare", "FAILED_PRECONDITION to NodeUnstageVolume while prepared", "v1alpha1"},
-	{UnprepareDeleteRefused, Must, SP, "unprepare", "FAILED_PRECONDITION to DeleteVolume while prepared", "v1alpha1"},
-	{UnprepareUndoneFirst, Must, CO, "unprepare", "have undone every performance before NodeUnprepareVolume", "v1alpha1"},
-	{UnprepareRmdir, Must, CO, "unprepare", "remove prepare_path with one non-recursive rmdir", "v1alpha1"},
-	{UnprepareBackOff, Should, CO, "unprepare", "repeat after FAILED_PRECONDITION with growing delay", "v1alpha1"},
-	{UnprepareBeforeUnstage, MustNot, CO, "unprepare", "call NodeUnstageVolume before every NodeUnprepareVolume of the volume is OK", "v1alpha1"},
-	{ListComplete, Must, SP, "list", "list every preparation it has answered OK and that is not unprepared", "v1alpha1"},
-	{ListForgets, MustNot, SP, "list", "list a pair after NodeUnprepareVolume of it was OK", "v1alpha1"},
-	{ListAsRequested, Must, SP, "list", "repeat prepare_path, staging_target_path and readonly of the request", "v1alpha1"},
-	{ListSurvivesRestart, Must, SP, "list", "list the same after its process restarted in the same boot", "v1alpha1"},
-	{ListNegativeMax, Must, SP, "list", "INVALID_ARGUMENT for negative max_entries", "v1alpha1"},
-	{ListPageSize, MustNot, SP, "list", "return more than max_entries entries when it is positive", "v1alpha1"},
-	{ListPagesComplete, Must, SP, "list", "return every entry once over the pages of an unchanging set", "v1alpha1"},
-	{ListBadToken, Must, SP, "list", "ABORTED for a starting_token it did not give", "v1alpha1"},
-	{SpecCount, Must, SP, "spec", "1 to 16 mount specs", "v1alpha1"},
-	{SpecKindSet, Must, SP, "spec", "set exactly one kind in each", "v1alpha1"},
-	{SpecFirstTarget, Must, SP, "spec", "empty target in the first and only the first", "v1alpha1"},
-	{SpecTargetRelative, MustNot, SP, "spec", "target begins with '/' or has an empty, '.' or '..' component", "v1alpha1"},
-	{SpecTargetLength, MustNot, SP, "spec", "target over 4095 bytes or a component over 255", "v1alpha1"},
-	{SpecTargetUnique, MustNot, SP, "spec", "same target twice", "v1alpha1"},
-	{SpecTargetOrder, Must, SP, "spec", "a target after the target it lies below", "v1alpha1"},
-	{SpecNoUnknownFields, MustNot, SP, "spec", "fields, enum values or arms this document does not define", "v1alpha1"},
-	{SpecText, MustNot, SP, "spec", "NUL or invalid UTF-8 in any text", "v1alpha1"},
-	{SpecFieldLength, MustNot, SP, "spec", "any field over its limit", "v1alpha1"},
-	{SpecBlockVolume, Must, SP, "spec", "exactly one spec, BLOCK_DEVICE, for a block volume", "v1alpha1"},
-	{SpecMountVolume, MustNot, SP, "spec", "BLOCK_DEVICE for a mount volume", "v1alpha1"},
-	{AttributesLowerBound, Must, CO, "attributes", "apply at least the attributes of each spec", "v1alpha1"},
-	{AttributesBeforeVisible, Must, CO, "attributes", "apply the attributes before the mount is visible to anyone", "v1alpha1"},
-	{AttributesNosuidNodev, Must, CO, "attributes", "add nosuid and nodev unless the operator's policy says otherwise (nodev not to block devices)", "v1alpha1"},
-	{AttributesRecursive, Must, CO, "attributes", "apply recursive attributes to every mount of the tree or fail", "v1alpha1"},
-	{AttributesPrivate, Must, CO, "attributes", "make every performed mount private in propagation", "v1alpha1"},
-	{AttributesFullSet, Must, CO, "attributes", "give the full set of attributes to whatever performs the mount", "v1alpha1"},
-	{FilesystemTypeCharset, Must, SP, "filesystem", "fs_type of 1 to 31 bytes of [a-z0-9_-]", "v1alpha1"},
-	{FilesystemTypeOffered, MustNot, SP, "filesystem", "fs_type not in performer.fs_types", "v1alpha1"},
-	{FilesystemTypeForbidden, MustNot, SP, "filesystem", "fs_type that is no storage of a volume (SEC-16, SEC-19)", "v1alpha1"},
-	{FilesystemNoMountWords, MustNot, SP, "filesystem", "mount words as keys (SEC-21)", "v1alpha1"},
-	{FilesystemNoUserspaceWords, MustNot, SP, "filesystem", "words of mount(8) as keys (SEC-22)", "v1alpha1"},
-	{FilesystemNoObjectWords, MustNot, SP, "filesystem", "keys that name another object (SEC-23)", "v1alpha1"},
-	{FilesystemNoLabelWords, MustNot, SP, "filesystem", "LSM label keys (SEC-24)", "v1alpha1"},
-	{FilesystemNoIDMapWords, MustNot, SP, "filesystem", "ID mapping keys (SEC-25)", "v1alpha1"},
-	{FilesystemParameterKey, Must, SP, "filesystem", "key of 1 to 128 bytes of [A-Za-z0-9._:-]", "v1alpha1"},
-	{FilesystemParameterValue, Must, SP, "filesystem", "value of 1 to 255 bytes with no NUL, comma or newline", "v1alpha1"},
-	{FilesystemParametersLength, MustNot, SP, "filesystem", "over 4095 bytes joined", "v1alpha1"},
-	{FilesystemParameterOnce, MustNot, SP, "filesystem", "same key twice", "v1alpha1"},
-	{FilesystemSourceLength, MustNot, SP, "filesystem", "opaque source over 255 bytes", "v1alpha1"},
-	{FilesystemSourceNoPath, MustNot, SP, "filesystem", "an absolute path of the node as opaque source", "v1alpha1"},
-	{FilesystemNamesResolved, Must, SP, "filesystem", "resolve names of servers to addresses (addr=)", "v1alpha1"},
-	{FilesystemBlankDevice, MustNot, SP, "filesystem", "make a filesystem on a device not proven blank", "v1alpha1"},
-	{FilesystemExclusiveFirst, Must, CO, "filesystem", "make the first mount of a device exclusively (never a superblock with other parameters)", "v1alpha1"},
-	{FilesystemNoHelper, MustNot, CO, "filesystem", "start a mount helper or shell to perform", "v1alpha1"},
-	{BindBaseKnown, Must, SP, "bind", "base STAGING, PREPARE or GRANTED", "v1alpha1"},
-	{BindBaseSet, MustNot, SP, "bind", "a base the call did not set", "v1alpha1"},
-	{BindGrantOffered, Must, SP, "bind", "grant one of performer.grants", "v1alpha1"},
-	{BindGrantOnlyGranted, MustNot, SP, "bind", "grant set unless base is GRANTED", "v1alpha1"},
-	{BindRelative, MustNot, SP, "bind", "relative begins with '/' or has an empty, '.' or '..' component", "v1alpha1"},
-	{BindNoSymlink, MustNot, SP, "bind", "source reached through a symlink", "v1alpha1"},
-	{BindMountFSTypeSet, Must, SP, "bind", "set mount_fs_type where the Plugin mounts the source", "v1alpha1"},
-	{BindResolveBeneath, Must, CO, "bind", "resolve the source beneath its base without following links", "v1alpha1"},
-	{BindByDescriptor, Must, CO, "bind", "bind from the descriptor of that one resolution", "v1alpha1"},
-	{BindTypeMatches, Must, CO, "bind", "refuse a source that is a directory where is_file says file, or the reverse", "v1alpha1"},
-	{BindMountFSType, Must, CO, "bind", "refuse a source not covered by a mount of mount_fs_type at or below base", "v1alpha1"},
-	{BlockNumbers, Must, SP, "block", "major not 0", "v1alpha1"},
-	{BlockAttributes, MustNot, SP, "block", "attributes other than readonly on BLOCK_DEVICE", "v1alpha1"},
-	{BlockDiskseqChecked, Must, CO, "block", "compare device numbers and diskseq with sysfs at each performance", "v1alpha1"},
-	{BlockOwnerMode, Must, CO, "block", "choose owner and mode of the node", "v1alpha1"},
-	{BlockNoMknodAccess, MustNot, CO, "block", "grant the consumer mknod access to the device", "v1alpha1"},
-	{BlockReadonlyDevice, Must, CO, "block", "make writes to a read-only block device fail", "v1alpha1"},
-	{HandleID, Must, SP, "handle", "handle_id of 1 to 128 bytes of [A-Za-z0-9._-]", "v1alpha1"},
-	{HandleFSType, Must, SP, "handle", "set fs_type of a handle", "v1alpha1"},
-	{HandleDelivered, Must, SP, "handle", "deliver each handle_id it answers in the call, unless in held_handles", "v1alpha1"},
-	{HandleVerifiedPrivate, Must, CO, "handle", "verify a handle in a private mount namespace before use", "v1alpha1"},
-	{HandleFreshClone, Must, CO, "handle", "give each consumer a clone of its own", "v1alpha1"},
-	{FUSEID, Must, SP, "fuse", "handle_id of 1 to 128 bytes of [A-Za-z0-9._-]", "v1alpha1"},
-	{FUSEParameters, MustNot, SP, "fuse", "superblock parameters other than max_read, default_permissions, allow_other", "v1alpha1"},
-	{FUSEServingFirst, MustNot, CO, "fuse", "attach a FUSE mount before serving", "v1alpha1"},
-	{FUSEDeviceOwn, MustNot, CO, "fuse", "mount a FUSE device it did not open", "v1alpha1"},
-	{FUSEOwnConnection, MustNot, CO, "fuse", "abort a connection it does not hold a descriptor of", "v1alpha1"},
-	{FUSEOutlivesRPC, Must, SP, "fuse", "serve for as long as the preparation lives, whatever becomes of the process behind the CSI socket", "v1alpha1"},
-	{ExtensionOffered, MustNot, SP, "extension", "extension whose type URL was not offered", "v1alpha1"},
-	{HandoffSocketPrivate, Must, CO, "handoff", "socket in a directory no one but CO and Plugin can reach", "v1alpha1"},
-	{HandoffTokenFresh, Must, CO, "handoff", "new random token for each call", "v1alpha1"},
-	{HandoffTokenChecked, Must, CO, "handoff", "drop a message whose token is not of a pending call", "v1alpha1"},
-	{HandoffOneDescriptor, Must, CO, "handoff", "refuse a message with more or fewer descriptors than its kind has", "v1alpha1"},
-	{HandoffOneReply, Must, CO, "handoff", "answer each message with one reply", "v1alpha1"},
-	{HandoffConnectionStays, Must, SP, "handoff", "keep the connection open for as long as it serves", "v1alpha1"},
-	{HandoffDropLate, Must, CO, "handoff", "close what arrived under the token of a call that failed or ended", "v1alpha1"},
-	{ValidateWholeFirst, Must, CO, "validate", "validate the whole response before the first kernel change", "v1alpha1"},
-	{ValidateNothingPerformed, MustNot, CO, "validate", "perform any spec of a response that breaks a rule", "v1alpha1"},
-	{ValidateEndsPreparation, Must, CO, "validate", "call NodeUnprepareVolume for a response it refuses", "v1alpha1"},
-	{PerformInOrder, Must, CO, "perform", "perform in the order of the response", "v1alpha1"},
-	{PerformAllOrNothing, Must, CO, "perform", "leave nothing of the list when one spec fails", "v1alpha1"},
-	{PerformTargetInRoot, Must, CO, "perform", "resolve the target in the consumer's root", "v1alpha1"},
-	{PerformNoSymlink, MustNot, CO, "perform", "follow a symlink or magic link below the attached root (in target of a spec)", "v1alpha1"},
-	{PerformProtectedTarget, MustNot, CO, "perform", "perform on procfs, sysfs, cgroup, devpts", "v1alpha1"},
-	{PerformTargetType, MustNot, CO, "perform", "attach a directory on anything but a directory, a file on anything but a regular file", "v1alpha1"},
-	{PerformNoVolumeDirs, MustNot, CO, "perform", "create directories or files inside the data of a volume", "v1alpha1"},
-	{PerformOnce, MustNot, CO, "perform", "stack a second mount when a performance is repeated", "v1alpha1"},
-	{PerformVerified, Must, CO, "perform", "compare the mount table with the specs before it reports success", "v1alpha1"},
-	{PerformReceipt, Must, CO, "perform", "keep a receipt with the unique id of each mount it made", "v1alpha1"},
-	{PerformNoDescriptor, MustNot, CO, "perform", "leak a descriptor into the consumer", "v1alpha1"},
-	{PerformDeadline, Must, CO, "perform", "bound every blocking step by a deadline", "v1alpha1"},
-	{UndoReverseOrder, Must, CO, "undo", "undo in the reverse of the order", "v1alpha1"},
-	{UndoByID, Must, CO, "undo", "undo exactly the mounts of its receipts, known by unique id, not by path", "v1alpha1"},
-	{UndoBusyReported, Must, CO, "undo", "report a busy mount and keep it; never detach lazily", "v1alpha1"},
-	{UndoBystanderKept, MustNot, CO, "undo", "remove a mount it did not make", "v1alpha1"},
-	{UndoIdempotent, Must, CO, "undo", "OK when repeated", "v1alpha1"},
-	{UndoRechecked, Must, CO, "undo", "read the table again and not report success while a mount of its receipts is there", "v1alpha1"},
-	{UndoCreatedRemoved, Must, CO, "undo", "remove the target it created, and nothing else", "v1alpha1"},
-	{UndoNoRecursiveRemove, MustNot, CO, "undo", "remove recursively at or below a target", "v1alpha1"},
-	{UndoNoPathAccess, MustNot, CO, "undo", "access the tree below the target before it is unmounted", "v1alpha1"},
-	{AuditTableRestored, Must, CO, "audit", "leave the mount table of every namespace after undo as before perform", "v1alpha1"},
-	{AuditBeforeRmdir, Must, CO, "audit", "count leaks before it removes a directory", "v1alpha1"},
-	{ConcurrencySamePair, Must, SP, "concurrency", "concurrent calls for one pair end as if in some order (ABORTED allowed)", "v1alpha1"},
-	{ConcurrencyOthersFree, MustNot, SP, "concurrency", "let a pending call on one volume delay calls on another", "v1alpha1"},
-	{ConcurrencyCancelled, Must, SP, "concurrency", "leave a cancelled call as repeatable", "v1alpha1"},
-	{ConcurrencySingleFlight, Should, CO, "concurrency", "at most one call in flight for a volume on a node", "v1alpha1"},
-	{IdempotencySame, Must, SP, "idempotency", "OK for a repeat with equal arguments", "v1alpha1"},
-	{IdempotencyEquivalent, Must, SP, "idempotency", "equivalent specs for a repeat", "v1alpha1"},
-	{IdempotencyIncompatible, Must, SP, "idempotency", "ALREADY_EXISTS for the same pair with other arguments", "v1alpha1"},
-	{IdempotencyOtherID, Must, SP, "idempotency", "OK for another prepare_id with a multi-node or SINGLE_NODE_MULTI_WRITER mode", "v1alpha1"},
-	{IdempotencySingleWriter, Must, SP, "idempotency", "FAILED_PRECONDITION for another prepare_id with SINGLE_NODE_SINGLE_WRITER", "v1alpha1"},
-	{IdempotencyWriter, Must, SP, "idempotency", "FAILED_PRECONDITION for another prepare_id with SINGLE_NODE_WRITER or SINGLE_NODE_READER_ONLY if it has SINGLE_NODE_MULTI_WRITER", "v1alpha1"},
-	{IdempotencyWriterLegacy, Must, SP, "idempotency", "OK for the same without that capability", "v1alpha1"},
-	{IdempotencySecrets, Must, SP, "idempotency", "take no account of secrets when it compares", "v1alpha1"},
-	{IdempotencyPerformerNarrower, Must, SP, "idempotency", "FAILED_PRECONDITION, keeping the preparation, when a repeat's performer no longer covers the specs", "v1alpha1"},
-	{IdempotencyPerformerWider, Must, SP, "idempotency", "equivalent specs when a repeat's performer offers more", "v1alpha1"},
-	{IdempotencyUnprepare, Must, SP, "idempotency", "OK for a repeated NodeUnprepareVolume", "v1alpha1"},
-	{CrashStateSurvives, Must, SP, "crash", "after a restart in the same boot answer repeats and NodeUnprepareVolume as before", "v1alpha1"},
-	{CrashBootID, Must, SP, "crash", "drop preparations of another boot", "v1alpha1"},
-	{CrashNoInference, MustNot, SP, "crash", "infer a preparation from what lies in a directory", "v1alpha1"},
-	{CrashIntentDurable, Must, CO, "crash", "durable record of intent before NodePrepareVolume", "v1alpha1"},
-	{CrashReceiptDurable, Must, CO, "crash", "make receipts durable before it reports the volume usable", "v1alpha1"},
-	{CrashCOBootID, Must, CO, "crash", "treat every performance and preparation of another boot as void", "v1alpha1"},
-	{CrashRecovered, Must, CO, "crash", "after a crash bring every performance to whole or nothing", "v1alpha1"},
-	{SecuritySecretsSP, MustNot, SP, "security", "show a secret in an error, a log or a file in clear", "v1alpha1"},
-	{SecuritySecretsCO, MustNot, CO, "security", "show a secret in an error, a log, argv or a file in clear", "v1alpha1"},
-	{SecurityIDConfined, MustNot, SP, "security", "let a volume_id, prepare_id or name reach outside its own directories", "v1alpha1"},
-	{SecurityLedgerPrivate, Must, CO, "security", "keep ledger, sockets and prepare_path in directories that only it can enter", "v1alpha1"},
-	{StatsByPreparePath, Must, SP, "stats", "accept prepare_path (or staging path) of a living preparation as volume_path of NodeGetVolumeStats", "v1alpha1"},
-	{StatsNotBlocked, MustNot, SP, "stats", "let a stats or health call wait for a lock NodeUnprepareVolume needs", "v1alpha1"},
+	{DiscoverySameEndpoint, Must, SP, "Discovery and coexistence", "The Plugin MUST serve NodePrepare on the endpoint of its CSI Node service.", "v1alpha1"},
+	{DiscoveryUnimplemented, Must, CO, "Discovery and coexistence", "The CO MUST treat `UNIMPLEMENTED` from `NodePrepareGetCapabilities` as the absence of the service, not as a failure of the Plugin.", "v1alpha1"},
+	{DiscoveryNotAgain, ShouldNot, CO, "Discovery and coexistence", "The CO SHOULD NOT ask again after `UNIMPLEMENTED` until it reconnects or the Plugin registers anew.", "v1alpha1"},
+	{DiscoveryOneWay, MustNot, CO, "Discovery and coexistence", "The CO MUST NOT use both `NodePublishVolume` and `NodePrepareVolume` for one consumer of a volume.", "v1alpha1"},
+	{CapabilitiesRPC, Must, SP, "NodePrepareGetCapabilities", "The Plugin MUST report `PREPARE_UNPREPARE_VOLUME`.", "v1alpha1"},
+	{CapabilitiesKinds, Must, SP, "NodePrepareGetCapabilities", "The Plugin MUST report every kind that it is able to return.", "v1alpha1"},
+	{CapabilitiesTyped, MustNot, SP, "NodePrepareGetCapabilities", "The Plugin MUST NOT report a capability whose type is unset or unknown.", "v1alpha1"},
+	{CapabilitiesStable, Must, SP, "NodePrepareGetCapabilities", "The Plugin MUST answer the same capabilities for as long as its process lives.", "v1alpha1"},
+	{CapabilitiesPropagation, Must, SP, "NodePrepareGetCapabilities", "The Plugin MUST report `requires_propagation` if a mount that it makes has to reach the CO's mount namespace by propagation.", "v1alpha1"},
+	{PrepareVolumeIDRequired, Must, SP, "Arguments of NodePrepareVolume", "The Plugin MUST answer `INVALID_ARGUMENT` to a `NodePrepareVolume` call whose `volume_id` is empty.", "v1alpha1"},
+	{PreparePrepareIDRequired, Must, SP, "Arguments of NodePrepareVolume", "The Plugin MUST answer `INVALID_ARGUMENT` to a `NodePrepareVolume` call whose `prepare_id` is empty.", "v1alpha1"},
+	{PreparePrepareIDAlphabet, Must, SP, "Arguments of NodePrepareVolume", "The Plugin MUST answer `INVALID_ARGUMENT` to a `prepare_id` that is longer than 128 bytes, begins with `.`, or holds a byte outside `[A-Za-z0-9._-]`.", "v1alpha1"},
+	{PrepareCapabilityRequired, Must, SP, "Arguments of NodePrepareVolume", "The Plugin MUST answer `INVALID_ARGUMENT` to a `NodePrepareVolume` call whose `volume_capability` is unset.", "v1alpha1"},
+	{PreparePathRequired, Must, SP, "Arguments of NodePrepareVolume", "The Plugin MUST answer `INVALID_ARGUMENT` to a `NodePrepareVolume` call whose `prepare_path` is empty.", "v1alpha1"},
+	{PreparePathAbsolute, Must, SP, "Arguments of NodePrepareVolume", "The Plugin MUST answer `INVALID_ARGUMENT` to a `prepare_path` that is not absolute.", "v1alpha1"},
+	{PreparePerformerRequired, Must, SP, "Arguments of NodePrepareVolume", "The Plugin MUST answer `INVALID_ARGUMENT` to a call whose `performer` is unset, has an unknown `kernel`, or has no `kinds`.", "v1alpha1"},
+	{PrepareFieldNamed, Must, SP, "Arguments of NodePrepareVolume", "The Plugin MUST name the offending field in the message of an `INVALID_ARGUMENT` error.", "v1alpha1"},
+	{PrepareVolumeNotFound, Must, SP, "Arguments of NodePrepareVolume", "The Plugin MUST answer `NOT_FOUND` to a `NodePrepareVolume` call for a volume that does not exist.", "v1alpha1"},
+	{PreparePathMissing, Must, SP, "Arguments of NodePrepareVolume", "The Plugin MUST answer `FAILED_PRECONDITION` if `prepare_path` does not exist.", "v1alpha1"},
+	{PreparePathEmpty, Must, SP, "Arguments of NodePrepareVolume", "The Plugin MUST answer `FAILED_PRECONDITION` if `prepare_path` is not empty on the first call for a preparation.", "v1alpha1"},
+	{PrepareStagingRequired, Must, SP, "Arguments of NodePrepareVolume", "The Plugin MUST answer `FAILED_PRECONDITION` if it has `STAGE_UNSTAGE_VOLUME` and the volume is not staged at `staging_target_path`.", "v1alpha1"},
+	{PrepareUnsupportedCapability, Must, SP, "Arguments of NodePrepareVolume", "The Plugin MUST answer `FAILED_PRECONDITION` to a `volume_capability` that the volume does not support.", "v1alpha1"},
+	{PrepareMountFlagRefused, Must, SP, "Arguments of NodePrepareVolume", "The Plugin MUST answer `INVALID_ARGUMENT` to a mount flag that it cannot honour.", "v1alpha1"},
+	{PrepareMountFlagMasked, MustNot, SP, "Arguments of NodePrepareVolume", "The Plugin MUST NOT show more of a mount flag in an error than the text before `=`.", "v1alpha1"},
+	{PrepareMountGroupRefused, Must, SP, "Arguments of NodePrepareVolume", "The Plugin MUST answer `INVALID_ARGUMENT` to a `volume_mount_group` that it cannot honour.", "v1alpha1"},
+	{PreparePathPrivate, Must, CO, "Arguments of NodePrepareVolume", "The CO MUST make `prepare_path` an empty directory that belongs to no other preparation.", "v1alpha1"},
+	{PrepareIDOwn, MustNot, CO, "Arguments of NodePrepareVolume", "The CO MUST NOT use one `prepare_id` of a volume for two consumers at a time.", "v1alpha1"},
+	{PrepareOfferHonest, MustNot, CO, "Arguments of NodePrepareVolume", "The CO MUST NOT offer in `performer` what it is not able to perform.", "v1alpha1"},
+	{PrepareEachPerformance, Must, CO, "Arguments of NodePrepareVolume", "The CO MUST precede each performance by a `NodePrepareVolume` call of its own.", "v1alpha1"},
+	{PrepareEndUncertain, Must, CO, "Arguments of NodePrepareVolume", "The CO MUST call `NodeUnprepareVolume` after an outcome that is not final and that it does not follow by a repeat.", "v1alpha1"},
+	{PrepareKindOffered, MustNot, SP, "Answer of NodePrepareVolume", "The Plugin MUST NOT return a kind that `performer.kinds` does not name.", "v1alpha1"},
+	{PrepareKindReported, MustNot, SP, "Answer of NodePrepareVolume", "The Plugin MUST NOT return a kind that its capabilities do not report.", "v1alpha1"},
+	{PrepareNoAcceptedKind, Must, SP, "Answer of NodePrepareVolume", "The Plugin MUST answer `FAILED_PRECONDITION` if `performer` accepts none of the mount specs it could return.", "v1alpha1"},
+	{PrepareUnknownKindIgnored, Must, SP, "Answer of NodePrepareVolume", "The Plugin MUST ignore elements of `performer.kinds` that it does not know.", "v1alpha1"},
+	{PrepareUnknownGrantIgnored, Must, SP, "Answer of NodePrepareVolume", "The Plugin MUST ignore names in `performer.grants` that it does not know.", "v1alpha1"},
+	{PrepareOtherKernel, MustNot, SP, "Answer of NodePrepareVolume", "The Plugin MUST NOT return anything but a `FILESYSTEM` on a block device or a `BLOCK_DEVICE` to a performer whose kernel is `OTHER`.", "v1alpha1"},
+	{PrepareReadonly, Must, SP, "Answer of NodePrepareVolume", "The Plugin MUST set `attributes.readonly` in every mount spec if `readonly` is true.", "v1alpha1"},
+	{PrepareReaderOnly, Must, SP, "Answer of NodePrepareVolume", "The Plugin MUST set `attributes.readonly` in every mount spec for an access mode that ends in `READER_ONLY`.", "v1alpha1"},
+	{PrepareVolumeData, Must, SP, "Answer of NodePrepareVolume", "The Plugin MUST return mount specs that make visible the data of the volume that `volume_id` names, and of no other volume.", "v1alpha1"},
+	{PrepareStaysBelow, MustNot, SP, "Answer of NodePrepareVolume", "The Plugin MUST NOT make anything for a preparation in the filesystem outside `prepare_path`, its own state excepted.", "v1alpha1"},
+	{PrepareNoMount, MustNot, SP, "Answer of NodePrepareVolume", "The Plugin MUST NOT make a mount that is visible outside its own mount namespace unless it reports `requires_propagation`.", "v1alpha1"},
+	{PrepareNothingLeft, MustNot, SP, "Answer of NodePrepareVolume", "The Plugin MUST NOT keep a preparation whose first call it answered with a final error.", "v1alpha1"},
+	{UnprepareVolumeIDRequired, Must, SP, "NodeUnprepareVolume", "The Plugin MUST answer `INVALID_ARGUMENT` to a `NodeUnprepareVolume` call whose `volume_id` is empty.", "v1alpha1"},
+	{UnpreparePrepareIDRequired, Must, SP, "NodeUnprepareVolume", "The Plugin MUST answer `INVALID_ARGUMENT` to a `NodeUnprepareVolume` call whose `prepare_id` is empty.", "v1alpha1"},
+	{UnpreparePathRequired, Must, SP, "NodeUnprepareVolume", "The Plugin MUST answer `INVALID_ARGUMENT` to a `NodeUnprepareVolume` call whose `prepare_path` is empty.", "v1alpha1"},
+	{UnpreparePathDiffers, Must, SP, "NodeUnprepareVolume", "The Plugin MUST answer `INVALID_ARGUMENT` to a `prepare_path` that differs from the one the preparation was made with.", "v1alpha1"},
+	{UnprepareUnknownOk, Must, SP, "NodeUnprepareVolume", "The Plugin MUST answer `OK` to a `NodeUnprepareVolume` call for a pair or a volume that it does not know.", "v1alpha1"},
+	{UnpreparePathEmptied, Must, SP, "NodeUnprepareVolume", "The Plugin MUST have removed all that it made in `prepare_path` by the time it answers `OK`.", "v1alpha1"},
+	{UnprepareOnlyOwn, MustNot, SP, "NodeUnprepareVolume", "The Plugin MUST NOT remove from `prepare_path` anything that it did not make.", "v1alpha1"},
+	{UnprepareFinished, MustNot, SP, "NodeUnprepareVolume", "The Plugin MUST NOT answer `OK` before the work of `NodeUnprepareVolume` is finished.", "v1alpha1"},
+	{UnprepareDataKept, MustNot, SP, "NodeUnprepareVolume", "The Plugin MUST NOT change or delete data of a volume in `NodeUnprepareVolume`.", "v1alpha1"},
+	{UnprepareUnstageRefused, Must, SP, "NodeUnprepareVolume", "The Plugin MUST answer `FAILED_PRECONDITION` to `NodeUnstageVolume` while the volume has a preparation on the node.", "v1alpha1"},
+	{UnprepareDeleteRefused, Must, SP, "NodeUnprepareVolume", "The Plugin MUST answer `FAILED_PRECONDITION` to `DeleteVolume` while it knows of a preparation of the volume.", "v1alpha1"},
+	{UnprepareUndoneFirst, Must, CO, "NodeUnprepareVolume", "The CO MUST have undone every performance of a preparation before it calls `NodeUnprepareVolume`.", "v1alpha1"},
+	{UnprepareRmdir, Must, CO, "NodeUnprepareVolume", "The CO MUST remove `prepare_path` with one rmdir(2), not recursively.", "v1alpha1"},
+	{UnprepareBackOff, Should, CO, "NodeUnprepareVolume", "The CO SHOULD repeat `NodeUnprepareVolume` after `FAILED_PRECONDITION` with a growing delay.", "v1alpha1"},
+	{UnprepareBeforeUnstage, MustNot, CO, "NodeUnprepareVolume", "The CO MUST NOT call `NodeUnstageVolume` before every `NodeUnprepareVolume` of the volume on the node has answered `OK`.", "v1alpha1"},
+	{ListComplete, Must, SP, "NodeListPreparedVolumes", "The Plugin MUST list every preparation that it has answered with `OK` and that is not unprepared.", "v1alpha1"},
+	{ListForgets, MustNot, SP, "NodeListPreparedVolumes", "The Plugin MUST NOT list a pair after it has answered `OK` to the `NodeUnprepareVolume` call for it.", "v1alpha1"},
+	{ListAsRequested, Must, SP, "NodeListPreparedVolumes", "The Plugin MUST list `prepare_path`, `staging_target_path` and `readonly` as the `NodePrepareVolume` call had them.", "v1alpha1"},
+	{ListSurvivesRestart, Must, SP, "NodeListPreparedVolumes", "The Plugin MUST list the same preparations after its process was restarted in the same boot.", "v1alpha1"},
+	{ListNegativeMax, Must, SP, "NodeListPreparedVolumes", "The Plugin MUST answer `INVALID_ARGUMENT` to a negative `max_entries`.", "v1alpha1"},
+	{ListPageSize, MustNot, SP, "NodeListPreparedVolumes", "The Plugin MUST NOT return more than `max_entries` entries in one answer if `max_entries` is positive.", "v1alpha1"},
+	{ListPagesComplete, Must, SP, "NodeListPreparedVolumes", "The Plugin MUST return every entry exactly once over the pages of a set that does not change.", "v1alpha1"},
+	{ListBadToken, Must, SP, "NodeListPreparedVolumes", "The Plugin MUST answer `ABORTED` to a `starting_token` that it did not give.", "v1alpha1"},
+	{SpecCount, Must, SP, "The list", "The Plugin MUST return at least 1 and at most 16 mount specs.", "v1alpha1"},
+	{SpecKindSet, Must, SP, "The list", "The Plugin MUST set exactly one kind in each mount spec.", "v1alpha1"},
+	{SpecFirstTarget, Must, SP, "The list", "The Plugin MUST leave `target` empty in the first mount spec and in no other.", "v1alpha1"},
+	{SpecTargetRelative, MustNot, SP, "The list", "The Plugin MUST NOT return a `target` that begins with `/` or has an empty, `.` or `..` component.", "v1alpha1"},
+	{SpecTargetLength, MustNot, SP, "The list", "The Plugin MUST NOT return a `target` of more than 4095 bytes or with a component of more than 255.", "v1alpha1"},
+	{SpecTargetUnique, MustNot, SP, "The list", "The Plugin MUST NOT return two mount specs with the same `target`.", "v1alpha1"},
+	{SpecTargetOrder, Must, SP, "The list", "The Plugin MUST place a mount spec after every mount spec whose `target` lies above its own.", "v1alpha1"},
+	{SpecNoUnknownFields, MustNot, SP, "The list", "The Plugin MUST NOT set fields, enum values or oneof arms in a mount spec that this document does not define.", "v1alpha1"},
+	{SpecText, MustNot, SP, "The list", "The Plugin MUST NOT return text that holds a NUL byte or is not valid UTF-8.", "v1alpha1"},
+	{SpecFieldLength, MustNot, SP, "The list", "The Plugin MUST NOT return a field that is longer than its limit.", "v1alpha1"},
+	{SpecBlockVolume, Must, SP, "The list", "The Plugin MUST answer for a block volume with exactly one mount spec, of kind `BLOCK_DEVICE`.", "v1alpha1"},
+	{SpecMountVolume, MustNot, SP, "The list", "The Plugin MUST NOT return a `BLOCK_DEVICE` for a mount volume.", "v1alpha1"},
+	{AttributesLowerBound, Must, CO, "Attributes", "The CO MUST apply at least the attributes of each mount spec.", "v1alpha1"},
+	{AttributesBeforeVisible, Must, CO, "Attributes", "The CO MUST apply the attributes of a mount before the mount is visible to anyone else.", "v1alpha1"},
+	{AttributesNosuidNodev, Must, CO, "Attributes", "The CO MUST add `nosuid` and, except for a `BLOCK_DEVICE`, `nodev` unless the operator's policy says otherwise.", "v1alpha1"},
+	{AttributesRecursive, Must, CO, "Attributes", "The CO MUST apply `recursive` attributes to every mount of the tree or fail the performance.", "v1alpha1"},
+	{AttributesPrivate, Must, CO, "Attributes", "The CO MUST make every mount that it performs private in propagation.", "v1alpha1"},
+	{AttributesFullSet, Must, CO, "Attributes", "The CO MUST give the full set of attributes to whatever performs a mount for it.", "v1alpha1"},
+	{FilesystemTypeCharset, Must, SP, "Kind FILESYSTEM", "The Plugin MUST set `fs_type` to 1 to 31 bytes of `[a-z0-9_-]`.", "v1alpha1"},
+	{FilesystemTypeOffered, MustNot, SP, "Kind FILESYSTEM", "The Plugin MUST NOT return an `fs_type` in a `FILESYSTEM` that `performer.fs_types` does not name.", "v1alpha1"},
+	{FilesystemTypeForbidden, MustNot, SP, "Kind FILESYSTEM", "The Plugin MUST NOT return an `fs_type` of the table of forbidden types below.", "v1alpha1"},
+	{FilesystemNoMountWords, MustNot, SP, "Kind FILESYSTEM", "The Plugin MUST NOT use a mount word of the table of forbidden keys below as a parameter key.", "v1alpha1"},
+	{FilesystemNoUserspaceWords, MustNot, SP, "Kind FILESYSTEM", "The Plugin MUST NOT use a user-space word of the table of forbidden keys below as a parameter key.", "v1alpha1"},
+	{FilesystemNoObjectWords, MustNot, SP, "Kind FILESYSTEM", "The Plugin MUST NOT use a key of the table of forbidden keys below that names another object.", "v1alpha1"},
+	{FilesystemNoLabelWords, MustNot, SP, "Kind FILESYSTEM", "The Plugin MUST NOT use a label key of the table of forbidden keys below.", "v1alpha1"},
+	{FilesystemNoIDMapWords, MustNot, SP, "Kind FILESYSTEM", "The Plugin MUST NOT use an ID mapping key of the table of forbidden keys below.", "v1alpha1"},
+	{FilesystemParameterKey, Must, SP, "Kind FILESYSTEM", "The Plugin MUST set the key of a parameter to 1 to 128 bytes of `[A-Za-z0-9._:-]`.", "v1alpha1"},
+	{FilesystemParameterValue, Must, SP, "Kind FILESYSTEM", "The Plugin MUST set the value of a parameter that has one to 1 to 255 bytes without NUL, comma or newline.", "v1alpha1"},
+	{FilesystemParametersLength, MustNot, SP, "Kind FILESYSTEM", "The Plugin MUST NOT return parameters that exceed 4095 bytes when joined by commas.", "v1alpha1"},
+	{FilesystemParameterOnce, MustNot, SP, "Kind FILESYSTEM", "The Plugin MUST NOT return one key twice among the parameters of a mount spec.", "v1alpha1"},
+	{FilesystemSourceLength, MustNot, SP, "Kind FILESYSTEM", "The Plugin MUST NOT return an `opaque` source of more than 255 bytes.", "v1alpha1"},
+	{FilesystemSourceNoPath, MustNot, SP, "Kind FILESYSTEM", "The Plugin MUST NOT return an absolute path of the node as an `opaque` source.", "v1alpha1"},
+	{FilesystemNamesResolved, Must, SP, "Kind FILESYSTEM", "The Plugin MUST resolve the names of servers to addresses.", "v1alpha1"},
+	{FilesystemBlankDevice, MustNot, SP, "Kind FILESYSTEM", "The Plugin MUST NOT make a filesystem on a device that is not proven blank.", "v1alpha1"},
+	{FilesystemExclusiveFirst, Must, CO, "Kind FILESYSTEM", "The CO MUST make the first mount of a device exclusively, so that it never gets a superblock with other parameters than it asked for.", "v1alpha1"},
+	{FilesystemNoHelper, MustNot, CO, "Kind FILESYSTEM", "The CO MUST NOT start a mount helper or a shell to perform a mount spec.", "v1alpha1"},
+	{BindBaseKnown, Must, SP, "Kind BIND", "The Plugin MUST set `base` to `STAGING`, `PREPARE` or `GRANTED`.", "v1alpha1"},
+	{BindBaseSet, MustNot, SP, "Kind BIND", "The Plugin MUST NOT use a base that the call did not set.", "v1alpha1"},
+	{BindGrantOffered, Must, SP, "Kind BIND", "The Plugin MUST set `grant` to one of `performer.grants` if `base` is `GRANTED`.", "v1alpha1"},
+	{BindGrantOnlyGranted, MustNot, SP, "Kind BIND", "The Plugin MUST NOT set `grant` if `base` is not `GRANTED`.", "v1alpha1"},
+	{BindRelative, MustNot, SP, "Kind BIND", "The Plugin MUST NOT return a `relative` that begins with `/` or has an empty, `.` or `..` component.", "v1alpha1"},
+	{BindNoSymlink, MustNot, SP, "Kind BIND", "The Plugin MUST NOT return a source that is reached through a symbolic link below its base.", "v1alpha1"},
+	{BindMountFSTypeSet, Must, SP, "Kind BIND", "The Plugin MUST set `mount_fs_type` if it mounts at or above the source.", "v1alpha1"},
+	{BindResolveBeneath, Must, CO, "Kind BIND", "The CO MUST resolve the source of a bind beneath its base without following links.", "v1alpha1"},
+	{BindByDescriptor, Must, CO, "Kind BIND", "The CO MUST bind from the descriptor that this one resolution gave, not from a path resolved again.", "v1alpha1"},
+	{BindTypeMatches, Must, CO, "Kind BIND", "The CO MUST refuse a source whose being a directory or not contradicts `is_file`.", "v1alpha1"},
+	{BindMountFSType, Must, CO, "Kind BIND", "The CO MUST refuse a source that is not covered by a mount of `mount_fs_type` at or below its base, where that field is set.", "v1alpha1"},
+	{BlockNumbers, Must, SP, "Kind BLOCK_DEVICE", "The Plugin MUST set `major` of a block device to a number other than 0.", "v1alpha1"},
+	{BlockAttributes, MustNot, SP, "Kind BLOCK_DEVICE", "The Plugin MUST NOT set attributes other than `readonly` on a `BLOCK_DEVICE`.", "v1alpha1"},
+	{BlockDiskseqChecked, Must, CO, "Kind BLOCK_DEVICE", "The CO MUST compare the numbers and the `diskseq` of a block device with sysfs at each performance.", "v1alpha1"},
+	{BlockOwnerMode, Must, CO, "Kind BLOCK_DEVICE", "The CO MUST choose owner and mode of the device node itself.", "v1alpha1"},
+	{BlockNoMknodAccess, MustNot, CO, "Kind BLOCK_DEVICE", "The CO MUST NOT grant the consumer mknod access to the device.", "v1alpha1"},
+	{BlockReadonlyDevice, Must, CO, "Kind BLOCK_DEVICE", "The CO MUST make writes of the consumer to a read-only block device fail.", "v1alpha1"},
+	{HandleID, Must, SP, "Kind HANDLE", "The Plugin MUST set `handle_id` of a `HANDLE` to 1 to 128 bytes of `[A-Za-z0-9._-]`.", "v1alpha1"},
+	{HandleFSType, Must, SP, "Kind HANDLE", "The Plugin MUST set `fs_type` of a `HANDLE`.", "v1alpha1"},
+	{HandleDelivered, Must, SP, "Kind HANDLE", "The Plugin MUST deliver each `handle_id` that it answers within the call unless `held_handles` names it.", "v1alpha1"},
+	{HandleVerifiedPrivate, Must, CO, "Kind HANDLE", "The CO MUST verify a handle in a private mount namespace before any consumer gets it.", "v1alpha1"},
+	{HandleFreshClone, Must, CO, "Kind HANDLE", "The CO MUST give each consumer a clone of its own.", "v1alpha1"},
+	{FUSEID, Must, SP, "Kind FUSE", "The Plugin MUST set `handle_id` of a `FUSE` to 1 to 128 bytes of `[A-Za-z0-9._-]`.", "v1alpha1"},
+	{FUSEParameters, MustNot, SP, "Kind FUSE", "The Plugin MUST NOT ask for FUSE parameters other than `max_read`, `default_permissions` and `allow_other`.", "v1alpha1"},
+	{FUSEServingFirst, MustNot, CO, "Kind FUSE", "The CO MUST NOT attach a FUSE mount before it has received `serving` for it.", "v1alpha1"},
+	{FUSEDeviceOwn, MustNot, CO, "Kind FUSE", "The CO MUST NOT mount a FUSE device that it did not open itself.", "v1alpha1"},
+	{FUSEOwnConnection, MustNot, CO, "Kind FUSE", "The CO MUST NOT abort a FUSE connection of which it does not hold a descriptor at that moment.", "v1alpha1"},
+	{FUSEOutlivesRPC, Must, SP, "Kind FUSE", "The Plugin MUST serve a FUSE mount for as long as its preparation lives, whatever becomes of the process behind the CSI socket.", "v1alpha1"},
+	{ExtensionOffered, MustNot, SP, "Kind EXTENSION", "The Plugin MUST NOT return an extension whose type URL `performer.extensions` does not name.", "v1alpha1"},
+	{HandoffSocketPrivate, Must, CO, "The socket", "The CO MUST place the handoff socket in a directory that no one but the CO and the Plugin can reach.", "v1alpha1"},
+	{HandoffTokenFresh, Must, CO, "The socket", "The CO MUST make a new random token for each `NodePrepareVolume` call with a `handle_socket`.", "v1alpha1"},
+	{HandoffTokenChecked, Must, CO, "The socket", "The CO MUST drop a handoff message whose token is not that of a pending call.", "v1alpha1"},
+	{HandoffOneDescriptor, Must, CO, "The socket", "The CO MUST refuse a handoff message that carries more or fewer descriptors than its body has.", "v1alpha1"},
+	{HandoffOneReply, Must, CO, "The socket", "The CO MUST answer each handoff message that it does not drop with exactly one `reply`.", "v1alpha1"},
+	{HandoffConnectionStays, Must, SP, "The socket", "The Plugin MUST keep the connection of a FUSE mount open for as long as it serves that mount.", "v1alpha1"},
+	{HandoffDropLate, Must, CO, "The socket", "The CO MUST close every descriptor that arrived under the token of a call that failed or ended without naming it.", "v1alpha1"},
+	{ValidateWholeFirst, Must, CO, "Validate", "The CO MUST validate the whole response before its first change to the kernel.", "v1alpha1"},
+	{ValidateNothingPerformed, MustNot, CO, "Validate", "The CO MUST NOT perform any mount spec of a response that breaks a rule of this document.", "v1alpha1"},
+	{ValidateEndsPreparation, Must, CO, "Validate", "The CO MUST call `NodeUnprepareVolume` for a response that it refuses.", "v1alpha1"},
+	{PerformInOrder, Must, CO, "Perform", "The CO MUST perform mount specs in the order of the response.", "v1alpha1"},
+	{PerformAllOrNothing, Must, CO, "Perform", "The CO MUST leave nothing of a response performed if one of its mount specs fails.", "v1alpha1"},
+	{PerformTargetInRoot, Must, CO, "Perform", "The CO MUST resolve its target inside the consumer's root.", "v1alpha1"},
+	{PerformNoSymlink, MustNot, CO, "Perform", "The CO MUST NOT follow a symbolic or magic link in the `target` of a mount spec.", "v1alpha1"},
+	{PerformProtectedTarget, MustNot, CO, "Perform", "The CO MUST NOT perform onto procfs, sysfs, a cgroup filesystem or devpts.", "v1alpha1"},
+	{PerformTargetType, MustNot, CO, "Perform", "The CO MUST NOT attach a directory onto anything but a directory, nor a file onto anything but a regular file.", "v1alpha1"},
+	{PerformNoVolumeDirs, MustNot, CO, "Perform", "The CO MUST NOT create directories or files inside the data of a volume.", "v1alpha1"},
+	{PerformOnce, MustNot, CO, "Perform", "The CO MUST NOT stack a second mount when a performance is repeated.", "v1alpha1"},
+	{PerformVerified, Must, CO, "Perform", "The CO MUST compare the mount table with the mount specs before it reports success.", "v1alpha1"},
+	{PerformReceipt, Must, CO, "Perform", "The CO MUST keep a receipt with the unique id of each mount that it made.", "v1alpha1"},
+	{PerformNoDescriptor, MustNot, CO, "Perform", "The CO MUST NOT let the consumer inherit a descriptor of a performance.", "v1alpha1"},
+	{PerformDeadline, Must, CO, "Perform", "The CO MUST bound every step that may block by a deadline.", "v1alpha1"},
+	{UndoReverseOrder, Must, CO, "Undo", "The CO MUST undo in the reverse of the order in which it performed.", "v1alpha1"},
+	{UndoByID, Must, CO, "Undo", "The CO MUST undo exactly the mounts of its receipts, known by unique id and not by path.", "v1alpha1"},
+	{UndoBusyReported, Must, CO, "Undo", "The CO MUST report a mount that is busy and keep it attached.", "v1alpha1"},
+	{UndoBystanderKept, MustNot, CO, "Undo", "The CO MUST NOT remove a mount that it did not make.", "v1alpha1"},
+	{UndoIdempotent, Must, CO, "Undo", "The CO MUST succeed when it undoes again what is undone.", "v1alpha1"},
+	{UndoRechecked, Must, CO, "Undo", "The CO MUST read the table again and find no mount of its receipts in it before it reports success of undo.", "v1alpha1"},
+	{UndoCreatedRemoved, Must, CO, "Undo", "The CO MUST remove, after undo, exactly those parts of the target that it created.", "v1alpha1"},
+	{UndoNoRecursiveRemove, MustNot, CO, "Undo", "The CO MUST NOT remove anything recursively at or below a target.", "v1alpha1"},
+	{UndoNoPathAccess, MustNot, CO, "Undo", "The CO MUST NOT access the tree below a target before it is unmounted.", "v1alpha1"},
+	{AuditTableRestored, Must, CO, "Audit", "The CO MUST leave the mount table of every mount namespace after undo as it was before it performed, changes by others excepted.", "v1alpha1"},
+	{AuditBeforeRmdir, Must, CO, "Audit", "The CO MUST count leaks before it removes a directory.", "v1alpha1"},
+	{ConcurrencySamePair, Must, SP, "Concurrency", "The Plugin MUST leave, after concurrent calls for one pair, a state that some order of the calls it did not answer with `ABORTED` would have left.", "v1alpha1"},
+	{ConcurrencyOthersFree, MustNot, SP, "Concurrency", "The Plugin MUST NOT let a pending call for one volume delay calls for another volume.", "v1alpha1"},
+	{ConcurrencyCancelled, Must, SP, "Concurrency", "The Plugin MUST leave a cancelled call so that a repeat of it can succeed.", "v1alpha1"},
+	{ConcurrencySingleFlight, Should, CO, "Concurrency", "The CO SHOULD have at most one call in flight for a volume on a node.", "v1alpha1"},
+	{IdempotencySame, Must, SP, "Idempotency", "The Plugin MUST answer `OK` to a repeat with the same pair and equal other arguments.", "v1alpha1"},
+	{IdempotencyEquivalent, Must, SP, "Idempotency", "The Plugin MUST answer a repeat with mount specs equivalent to those of the first answer.", "v1alpha1"},
+	{IdempotencyIncompatible, Must, SP, "Idempotency", "The Plugin MUST answer `ALREADY_EXISTS` to a call with the pair of a preparation and other arguments.", "v1alpha1"},
+	{IdempotencyOtherID, Must, SP, "Idempotency", "The Plugin MUST answer `OK` to a call with another `prepare_id` for a volume with a `MULTI_NODE_` or the `SINGLE_NODE_MULTI_WRITER` access mode.", "v1alpha1"},
+	{IdempotencySingleWriter, Must, SP, "Idempotency", "The Plugin MUST answer `FAILED_PRECONDITION` to a call with another `prepare_id` for a volume prepared with `SINGLE_NODE_SINGLE_WRITER`.", "v1alpha1"},
+	{IdempotencyWriter, Must, SP, "Idempotency", "The Plugin MUST answer `FAILED_PRECONDITION` to a call with another `prepare_id` for a volume prepared with `SINGLE_NODE_WRITER` or `SINGLE_NODE_READER_ONLY` if it has `SINGLE_NODE_MULTI_WRITER`.", "v1alpha1"},
+	{IdempotencyWriterLegacy, Must, SP, "Idempotency", "The Plugin MUST answer `OK` to a call with another `prepare_id` for a volume prepared with `SINGLE_NODE_WRITER` or `SINGLE_NODE_READER_ONLY` if it lacks `SINGLE_NODE_MULTI_WRITER`.", "v1alpha1"},
+	{IdempotencySecrets, Must, SP, "Idempotency", "The Plugin MUST take no account of `secrets` when it compares a call with an earlier one.", "v1alpha1"},
+	{IdempotencyPerformerNarrower, Must, SP, "Idempotency", "The Plugin MUST answer `FAILED_PRECONDITION` to a repeat whose `performer` no longer covers the mount specs, and keep the preparation.", "v1alpha1"},
+	{IdempotencyPerformerWider, Must, SP, "Idempotency", "The Plugin MUST answer a repeat whose `performer` offers more with mount specs equivalent to those of the first answer.", "v1alpha1"},
+	{IdempotencyUnprepare, Must, SP, "Idempotency", "The Plugin MUST answer `OK` to a repeated `NodeUnprepareVolume` call.", "v1alpha1"},
+	{CrashStateSurvives, Must, SP, "Crash and reboot", "The Plugin MUST answer repeats and `NodeUnprepareVolume` after a restart in the same boot as it would have before.", "v1alpha1"},
+	{CrashBootID, Must, SP, "Crash and reboot", "The Plugin MUST drop the preparations of another boot.", "v1alpha1"},
+	{CrashNoInference, MustNot, SP, "Crash and reboot", "The Plugin MUST NOT infer a preparation from what lies in a directory.", "v1alpha1"},
+	{CrashIntentDurable, Must, CO, "Crash and reboot", "The CO MUST have a durable record of its intent before it calls `NodePrepareVolume`.", "v1alpha1"},
+	{CrashReceiptDurable, Must, CO, "Crash and reboot", "The CO MUST make receipts durable before it reports the volume usable.", "v1alpha1"},
+	{CrashCOBootID, Must, CO, "Crash and reboot", "The CO MUST treat every preparation and performance of another boot as void.", "v1alpha1"},
+	{CrashRecovered, Must, CO, "Crash and reboot", "The CO MUST bring every performance that a crash interrupted to wholly performed or to nothing left.", "v1alpha1"},
+	{SecurityIDConfined, MustNot, SP, "Rules", "The Plugin MUST NOT let a `volume_id`, a `prepare_id` or another name from a request reach outside its own directories.", "v1alpha1"},
+	{SecurityLedgerPrivate, Must, CO, "Rules", "The CO MUST keep its ledger, its sockets and every `prepare_path` in directories that no one but it and the Plugin concerned can enter.", "v1alpha1"},
+	{SecuritySecretsSP, MustNot, SP, "Secrets", "The Plugin MUST NOT show a secret in an error, in a log or in clear in a file.", "v1alpha1"},
+	{SecuritySecretsCO, MustNot, CO, "Secrets", "The CO MUST NOT show a secret in an error, in a log, on a command line or in clear in a file.", "v1alpha1"},
+	{StatsByPreparePath, Must, SP, "Statistics, expansion and health", "The Plugin MUST accept the `prepare_path` of a living preparation, or its staging path where the Plugin stages, as `volume_path` of `NodeGetVolumeStats`.", "v1alpha1"},
+	{StatsNotBlocked, MustNot, SP, "Statistics, expansion and health", "The Plugin MUST NOT let a statistics or health call wait for a lock that `NodeUnprepareVolume` needs.", "v1alpha1"},
 }

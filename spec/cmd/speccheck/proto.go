@@ -90,17 +90,14 @@ func compile(ctx context.Context, csiDir string, sources map[string]string, name
 	return files, nil, nil
 }
 
-// csiDir is where the module cache has upstream's csi.proto.
+// csiDir is where the module cache has upstream's csi.proto. Listing a package
+// of the module, and not the module, brings it there if need be.
 func csiDir(ctx context.Context, root string) (string, error) {
-	b, err := goOutput(ctx, root, nil, "list", "-m", "-f", "{{.Dir}}", csi)
+	b, err := goOutput(ctx, root, nil, "list", "-f", "{{.Module.Dir}}", csi+"/lib/go/csi")
 	if err != nil {
 		return "", err
 	}
-	dir := strings.TrimSpace(string(b))
-	if dir == "" {
-		return "", fmt.Errorf("%s is not in the module cache: go mod download %s", csi, csi)
-	}
-	return dir, nil
+	return strings.TrimSpace(string(b)), nil
 }
 
 // descriptors are the files and all they import, imports first.
