@@ -3,7 +3,7 @@
 package requirement
 
 // SpecDigest is the SHA-256 of the SPEC.md the constants come from.
-const SpecDigest = "b090774931120d041ed94b3e0225b22874a77bbf6d3fe0571b1f96eb4348ce80"
+const SpecDigest = "c37d4b91fbd5160220a6271b66067760f1b7c091ee2b278930ce563bdcf2e937"
 
 // The requirements, in the order of SPEC.md.
 const (
@@ -195,13 +195,13 @@ const (
 	FilesystemParameterValue ID = "filesystem.parameter-value"
 	// The Plugin MUST NOT return parameters that exceed 4095 bytes when joined by commas.
 	FilesystemParametersLength ID = "filesystem.parameters-length"
-	// The Plugin MUST NOT return one key twice among the parameters of a mount spec.
+	// The Plugin MUST NOT return one parameter key twice, or together with its negation by `no`.
 	FilesystemParameterOnce ID = "filesystem.parameter-once"
 	// The Plugin MUST NOT return an `opaque` source of more than 255 bytes.
 	FilesystemSourceLength ID = "filesystem.source-length"
-	// The Plugin MUST NOT return an absolute path of the node as an `opaque` source.
+	// The Plugin MUST NOT return an `opaque` source that whoever performs would open as a path.
 	FilesystemSourceNoPath ID = "filesystem.source-no-path"
-	// The Plugin MUST resolve the names of servers to addresses.
+	// The Plugin MUST resolve the name of a server to a numeric address and pass it as a parameter, where the kernel's filesystem does not resolve names.
 	FilesystemNamesResolved ID = "filesystem.names-resolved"
 	// The Plugin MUST NOT make a filesystem on a device that is not proven blank.
 	FilesystemBlankDevice ID = "filesystem.blank-device"
@@ -231,7 +231,7 @@ const (
 	BindTypeMatches ID = "bind.type-matches"
 	// The CO MUST refuse a source that is not covered by a mount of `mount_fs_type` at or below its base, where that field is set.
 	BindMountFSType ID = "bind.mount-fs-type"
-	// The Plugin MUST set `major` of a block device to a number other than 0.
+	// The Plugin MUST set `major` of a block device to 1 to 4095 and `minor` to at most 1048575.
 	BlockNumbers ID = "block.numbers"
 	// The Plugin MUST NOT set attributes other than `readonly` on a `BLOCK_DEVICE`.
 	BlockAttributes ID = "block.attributes"
@@ -243,9 +243,9 @@ const (
 	BlockNoMknodAccess ID = "block.no-mknod-access"
 	// The CO MUST make writes of the consumer to a read-only block device fail.
 	BlockReadonlyDevice ID = "block.readonly-device"
-	// The Plugin MUST set `handle_id` of a `HANDLE` to 1 to 128 bytes of `[A-Za-z0-9._-]`.
+	// The Plugin MUST set `handle_id` of a `HANDLE` to 1 to 128 bytes of `[A-Za-z0-9._-]` that are unique in the answer.
 	HandleID ID = "handle.id"
-	// The Plugin MUST set `fs_type` of a `HANDLE`.
+	// The Plugin MUST set `fs_type` of a `HANDLE` to the type of the mount, not one that the table of forbidden types excludes from handles.
 	HandleFSType ID = "handle.fs-type"
 	// The Plugin MUST deliver each `handle_id` that it answers within the call unless `held_handles` names it.
 	HandleDelivered ID = "handle.delivered"
@@ -253,7 +253,7 @@ const (
 	HandleVerifiedPrivate ID = "handle.verified-private"
 	// The CO MUST give each consumer a clone of its own.
 	HandleFreshClone ID = "handle.fresh-clone"
-	// The Plugin MUST set `handle_id` of a `FUSE` to 1 to 128 bytes of `[A-Za-z0-9._-]`.
+	// The Plugin MUST set `handle_id` of a `FUSE` to 1 to 128 bytes of `[A-Za-z0-9._-]` that are unique in the answer.
 	FUSEID ID = "fuse.id"
 	// The Plugin MUST NOT ask for FUSE parameters other than `max_read`, `default_permissions` and `allow_other`.
 	FUSEParameters ID = "fuse.parameters"
@@ -486,10 +486,10 @@ var all = []Requirement{
 	{FilesystemParameterKey, Must, SP, "Kind FILESYSTEM", "The Plugin MUST set the key of a parameter to 1 to 128 bytes of `[A-Za-z0-9._:-]`.", "v1alpha1"},
 	{FilesystemParameterValue, Must, SP, "Kind FILESYSTEM", "The Plugin MUST set the value of a parameter that has one to 1 to 255 bytes without NUL, comma or newline.", "v1alpha1"},
 	{FilesystemParametersLength, MustNot, SP, "Kind FILESYSTEM", "The Plugin MUST NOT return parameters that exceed 4095 bytes when joined by commas.", "v1alpha1"},
-	{FilesystemParameterOnce, MustNot, SP, "Kind FILESYSTEM", "The Plugin MUST NOT return one key twice among the parameters of a mount spec.", "v1alpha1"},
+	{FilesystemParameterOnce, MustNot, SP, "Kind FILESYSTEM", "The Plugin MUST NOT return one parameter key twice, or together with its negation by `no`.", "v1alpha1"},
 	{FilesystemSourceLength, MustNot, SP, "Kind FILESYSTEM", "The Plugin MUST NOT return an `opaque` source of more than 255 bytes.", "v1alpha1"},
-	{FilesystemSourceNoPath, MustNot, SP, "Kind FILESYSTEM", "The Plugin MUST NOT return an absolute path of the node as an `opaque` source.", "v1alpha1"},
-	{FilesystemNamesResolved, Must, SP, "Kind FILESYSTEM", "The Plugin MUST resolve the names of servers to addresses.", "v1alpha1"},
+	{FilesystemSourceNoPath, MustNot, SP, "Kind FILESYSTEM", "The Plugin MUST NOT return an `opaque` source that whoever performs would open as a path.", "v1alpha1"},
+	{FilesystemNamesResolved, Must, SP, "Kind FILESYSTEM", "The Plugin MUST resolve the name of a server to a numeric address and pass it as a parameter, where the kernel's filesystem does not resolve names.", "v1alpha1"},
 	{FilesystemBlankDevice, MustNot, SP, "Kind FILESYSTEM", "The Plugin MUST NOT make a filesystem on a device that is not proven blank.", "v1alpha1"},
 	{FilesystemExclusiveFirst, Must, CO, "Kind FILESYSTEM", "The CO MUST make the first mount of a device exclusively, so that it never gets a superblock with other parameters than it asked for.", "v1alpha1"},
 	{FilesystemNoHelper, MustNot, CO, "Kind FILESYSTEM", "The CO MUST NOT start a mount helper or a shell to perform a mount spec.", "v1alpha1"},
@@ -504,18 +504,18 @@ var all = []Requirement{
 	{BindByDescriptor, Must, CO, "Kind BIND", "The CO MUST bind from the descriptor that this one resolution gave, not from a path resolved again.", "v1alpha1"},
 	{BindTypeMatches, Must, CO, "Kind BIND", "The CO MUST refuse a source whose being a directory or not contradicts `is_file`.", "v1alpha1"},
 	{BindMountFSType, Must, CO, "Kind BIND", "The CO MUST refuse a source that is not covered by a mount of `mount_fs_type` at or below its base, where that field is set.", "v1alpha1"},
-	{BlockNumbers, Must, SP, "Kind BLOCK_DEVICE", "The Plugin MUST set `major` of a block device to a number other than 0.", "v1alpha1"},
+	{BlockNumbers, Must, SP, "Kind BLOCK_DEVICE", "The Plugin MUST set `major` of a block device to 1 to 4095 and `minor` to at most 1048575.", "v1alpha1"},
 	{BlockAttributes, MustNot, SP, "Kind BLOCK_DEVICE", "The Plugin MUST NOT set attributes other than `readonly` on a `BLOCK_DEVICE`.", "v1alpha1"},
 	{BlockDiskseqChecked, Must, CO, "Kind BLOCK_DEVICE", "The CO MUST compare the numbers and the `diskseq` of a block device with sysfs at each performance.", "v1alpha1"},
 	{BlockOwnerMode, Must, CO, "Kind BLOCK_DEVICE", "The CO MUST choose owner and mode of the device node itself.", "v1alpha1"},
 	{BlockNoMknodAccess, MustNot, CO, "Kind BLOCK_DEVICE", "The CO MUST NOT grant the consumer mknod access to the device.", "v1alpha1"},
 	{BlockReadonlyDevice, Must, CO, "Kind BLOCK_DEVICE", "The CO MUST make writes of the consumer to a read-only block device fail.", "v1alpha1"},
-	{HandleID, Must, SP, "Kind HANDLE", "The Plugin MUST set `handle_id` of a `HANDLE` to 1 to 128 bytes of `[A-Za-z0-9._-]`.", "v1alpha1"},
-	{HandleFSType, Must, SP, "Kind HANDLE", "The Plugin MUST set `fs_type` of a `HANDLE`.", "v1alpha1"},
+	{HandleID, Must, SP, "Kind HANDLE", "The Plugin MUST set `handle_id` of a `HANDLE` to 1 to 128 bytes of `[A-Za-z0-9._-]` that are unique in the answer.", "v1alpha1"},
+	{HandleFSType, Must, SP, "Kind HANDLE", "The Plugin MUST set `fs_type` of a `HANDLE` to the type of the mount, not one that the table of forbidden types excludes from handles.", "v1alpha1"},
 	{HandleDelivered, Must, SP, "Kind HANDLE", "The Plugin MUST deliver each `handle_id` that it answers within the call unless `held_handles` names it.", "v1alpha1"},
 	{HandleVerifiedPrivate, Must, CO, "Kind HANDLE", "The CO MUST verify a handle in a private mount namespace before any consumer gets it.", "v1alpha1"},
 	{HandleFreshClone, Must, CO, "Kind HANDLE", "The CO MUST give each consumer a clone of its own.", "v1alpha1"},
-	{FUSEID, Must, SP, "Kind FUSE", "The Plugin MUST set `handle_id` of a `FUSE` to 1 to 128 bytes of `[A-Za-z0-9._-]`.", "v1alpha1"},
+	{FUSEID, Must, SP, "Kind FUSE", "The Plugin MUST set `handle_id` of a `FUSE` to 1 to 128 bytes of `[A-Za-z0-9._-]` that are unique in the answer.", "v1alpha1"},
 	{FUSEParameters, MustNot, SP, "Kind FUSE", "The Plugin MUST NOT ask for FUSE parameters other than `max_read`, `default_permissions` and `allow_other`.", "v1alpha1"},
 	{FUSEServingFirst, MustNot, CO, "Kind FUSE", "The CO MUST NOT attach a FUSE mount before it has received `serving` for it.", "v1alpha1"},
 	{FUSEDeviceOwn, MustNot, CO, "Kind FUSE", "The CO MUST NOT mount a FUSE device that it did not open itself.", "v1alpha1"},
