@@ -32,13 +32,18 @@ func main() {
 
 // run returns the exit status: 0 done, 1 faults or failed, 2 usage.
 func run(ctx context.Context, args []string, stdout, stderr io.Writer) int {
-	ran := false
+	ran := false // a command was found and its arguments are in order
 	root := &cobra.Command{
 		Use:           "speccheck",
 		Short:         "Derive and check what comes from SPEC.md",
 		SilenceUsage:  true,
 		SilenceErrors: true,
 		Args:          cobra.NoArgs,
+		// To be runnable is what makes cobra refuse an unknown command.
+		RunE: func(*cobra.Command, []string) error {
+			ran = false
+			return errors.New("give a command: generate, check or accept")
+		},
 		PersistentPreRun: func(*cobra.Command, []string) {
 			ran = true
 		},
