@@ -10,7 +10,7 @@ import (
 // Mutants returns every wrong SP there is.
 func Mutants() []Mutant {
 	return slices.Concat(
-		dataMutants, attributeMutants, repeatMutants, leakMutants, specMutants,
+		dataMutants, volumeMutants, attributeMutants, repeatMutants, leakMutants, specMutants,
 		fieldMutants, refusalMutants, listMutants, discoveryMutants, lifeMutants,
 	)
 }

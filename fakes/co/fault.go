@@ -1,0 +1,77 @@
+package co
+
+import (
+	"context"
+
+	"google.golang.org/grpc"
+
+	"github.com/csi-prepare/csi-prepare/fakes/mutant"
+	"github.com/csi-prepare/csi-prepare/spec/requirement"
+	testingv1alpha1 "github.com/csi-prepare/csi-prepare/spec/testingv1alpha1"
+)
+
+// A Mutant is a Server over a Plain with one fault.
+type Mutant struct {
+	mutant.Mutant
+	fault fault
+}
+
+// New returns the Server that has the fault; its records are as those of the
+// conformant New.
+func (m Mutant) New(directory string) (*Server, error) {
+	p := NewPlain()
+	s, err := New(p, directory)
+	if err != nil {
+		return nil, err
+	}
+	m.fault(p, s)
+	return s, nil
+}
+
+// fault makes a Plain, or the Server over it, wrong in one way.
+type fault func(*Plain, *Server)
+
+// seat makes the entry of the tables of mutants.
+func seat(name string, c mutant.Category, breaks requirement.ID, story string, f fault) Mutant {
+	return Mutant{
+		Mutant: mutant.Mutant{Name: name, Actor: requirement.CO, Category: c, Breaks: breaks, Story: story},
+		fault:  f,
+	}
+}
+
+// around replaces one method of the service, known by the type of its
+// request; next is the right one.
+func around[Req, Resp any](f func(r *Req, next func() (*Resp, error)) (*Resp, error)) fault {
+	return func(_ *Plain, s *Server) {
+		s.faults = append(s.faults, func(ctx context.Context, request any, _ *grpc.UnaryServerInfo, h grpc.UnaryHandler) (any, error) {
+			r, ok := request.(*Req)
+			if !ok {
+				return h(ctx, request)
+			}
+			resp, err := f(r, func() (*Resp, error) {
+				answer, err := h(ctx, request)
+				if err != nil {
+					return nil, err
+				}
+				return answer.(*Resp), nil
+			})
+			if err != nil {
+				return nil, err
+			}
+			return resp, nil
+		})
+	}
+}
+
+// plain is a fault of the Plain alone.
+func plain(change func(*Plain)) fault { return func(p *Plain, _ *Server) { change(p) } }
+
+// Short names for the messages the faults are about.
+type (
+	performRequest  = testingv1alpha1.PerformRequest
+	performResponse = testingv1alpha1.PerformResponse
+	undoRequest     = testingv1alpha1.UndoRequest
+	undoResponse    = testingv1alpha1.UndoResponse
+	recoverRequest  = testingv1alpha1.RecoverRequest
+	recoverResponse = testingv1alpha1.RecoverResponse
+)
