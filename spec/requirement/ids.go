@@ -3,7 +3,7 @@
 package requirement
 
 // SpecDigest is the SHA-256 of the SPEC.md the constants come from.
-const SpecDigest = "c37d4b91fbd5160220a6271b66067760f1b7c091ee2b278930ce563bdcf2e937"
+const SpecDigest = "f359950046f2b0f056277685828578061f12fa6085b7c3cd51a9e96ed98fad5a"
 
 // The requirements, in the order of SPEC.md.
 const (
@@ -83,7 +83,7 @@ const (
 	PrepareReadonly ID = "prepare.readonly"
 	// The Plugin MUST set `attributes.readonly` in every mount spec for an access mode that ends in `READER_ONLY`.
 	PrepareReaderOnly ID = "prepare.reader-only"
-	// The Plugin MUST return mount specs that make visible the data of the volume that `volume_id` names, and of no other volume.
+	// The Plugin MUST return mount specs that make visible the data of the volume `volume_id`, the same in each of its preparations, and of no other volume.
 	PrepareVolumeData ID = "prepare.volume-data"
 	// The Plugin MUST NOT make anything for a preparation in the filesystem outside `prepare_path`, its own state excepted.
 	PrepareStaysBelow ID = "prepare.stays-below"
@@ -430,7 +430,7 @@ var all = []Requirement{
 	{PrepareOtherKernel, MustNot, SP, "Answer of NodePrepareVolume", "The Plugin MUST NOT return anything but a `FILESYSTEM` on a block device or a `BLOCK_DEVICE` to a performer whose kernel is `OTHER`.", "v1alpha1"},
 	{PrepareReadonly, Must, SP, "Answer of NodePrepareVolume", "The Plugin MUST set `attributes.readonly` in every mount spec if `readonly` is true.", "v1alpha1"},
 	{PrepareReaderOnly, Must, SP, "Answer of NodePrepareVolume", "The Plugin MUST set `attributes.readonly` in every mount spec for an access mode that ends in `READER_ONLY`.", "v1alpha1"},
-	{PrepareVolumeData, Must, SP, "Answer of NodePrepareVolume", "The Plugin MUST return mount specs that make visible the data of the volume that `volume_id` names, and of no other volume.", "v1alpha1"},
+	{PrepareVolumeData, Must, SP, "Answer of NodePrepareVolume", "The Plugin MUST return mount specs that make visible the data of the volume `volume_id`, the same in each of its preparations, and of no other volume.", "v1alpha1"},
 	{PrepareStaysBelow, MustNot, SP, "Answer of NodePrepareVolume", "The Plugin MUST NOT make anything for a preparation in the filesystem outside `prepare_path`, its own state excepted.", "v1alpha1"},
 	{PrepareNoMount, MustNot, SP, "Answer of NodePrepareVolume", "The Plugin MUST NOT make a mount that is visible outside its own mount namespace unless it reports `requires_propagation`.", "v1alpha1"},
 	{PrepareNothingLeft, MustNot, SP, "Answer of NodePrepareVolume", "The Plugin MUST NOT keep a preparation whose first call it answered with a final error.", "v1alpha1"},
