@@ -3,7 +3,7 @@
 package requirement
 
 // SpecDigest is the SHA-256 of the SPEC.md the constants come from.
-const SpecDigest = "f359950046f2b0f056277685828578061f12fa6085b7c3cd51a9e96ed98fad5a"
+const SpecDigest = "d42fde218b21608d3790c127b232def86340f8ba3a1ddf6bc6589df61ce8da17"
 
 // The requirements, in the order of SPEC.md.
 const (
@@ -83,6 +83,8 @@ const (
 	PrepareReadonly ID = "prepare.readonly"
 	// The Plugin MUST set `attributes.readonly` in every mount spec for an access mode that ends in `READER_ONLY`.
 	PrepareReaderOnly ID = "prepare.reader-only"
+	// The Plugin MUST answer `OK`, with mount specs, to a call that keeps every rule of this document for a volume that exists and a performer that accepts every kind the Plugin reports.
+	PrepareAnswered ID = "prepare.answered"
 	// The Plugin MUST return mount specs that make visible the data of the volume `volume_id`, the same in each of its preparations, and of no other volume.
 	PrepareVolumeData ID = "prepare.volume-data"
 	// The Plugin MUST NOT make anything for a preparation in the filesystem outside `prepare_path`, its own state excepted.
@@ -107,6 +109,8 @@ const (
 	UnprepareOnlyOwn ID = "unprepare.only-own"
 	// The Plugin MUST NOT answer `OK` before the work of `NodeUnprepareVolume` is finished.
 	UnprepareFinished ID = "unprepare.finished"
+	// The Plugin MUST NOT hold a descriptor, process, mount or device for a preparation after it has answered `OK` to the `NodeUnprepareVolume` call for it.
+	UnprepareResourcesFreed ID = "unprepare.resources-freed"
 	// The Plugin MUST NOT change or delete data of a volume in `NodeUnprepareVolume`.
 	UnprepareDataKept ID = "unprepare.data-kept"
 	// The Plugin MUST answer `FAILED_PRECONDITION` to `NodeUnstageVolume` while the volume has a preparation on the node.
@@ -430,6 +434,7 @@ var all = []Requirement{
 	{PrepareOtherKernel, MustNot, SP, "Answer of NodePrepareVolume", "The Plugin MUST NOT return anything but a `FILESYSTEM` on a block device or a `BLOCK_DEVICE` to a performer whose kernel is `OTHER`.", "v1alpha1"},
 	{PrepareReadonly, Must, SP, "Answer of NodePrepareVolume", "The Plugin MUST set `attributes.readonly` in every mount spec if `readonly` is true.", "v1alpha1"},
 	{PrepareReaderOnly, Must, SP, "Answer of NodePrepareVolume", "The Plugin MUST set `attributes.readonly` in every mount spec for an access mode that ends in `READER_ONLY`.", "v1alpha1"},
+	{PrepareAnswered, Must, SP, "Answer of NodePrepareVolume", "The Plugin MUST answer `OK`, with mount specs, to a call that keeps every rule of this document for a volume that exists and a performer that accepts every kind the Plugin reports.", "v1alpha1"},
 	{PrepareVolumeData, Must, SP, "Answer of NodePrepareVolume", "The Plugin MUST return mount specs that make visible the data of the volume `volume_id`, the same in each of its preparations, and of no other volume.", "v1alpha1"},
 	{PrepareStaysBelow, MustNot, SP, "Answer of NodePrepareVolume", "The Plugin MUST NOT make anything for a preparation in the filesystem outside `prepare_path`, its own state excepted.", "v1alpha1"},
 	{PrepareNoMount, MustNot, SP, "Answer of NodePrepareVolume", "The Plugin MUST NOT make a mount that is visible outside its own mount namespace unless it reports `requires_propagation`.", "v1alpha1"},
@@ -442,6 +447,7 @@ var all = []Requirement{
 	{UnpreparePathEmptied, Must, SP, "NodeUnprepareVolume", "The Plugin MUST have removed all that it made in `prepare_path` by the time it answers `OK`.", "v1alpha1"},
 	{UnprepareOnlyOwn, MustNot, SP, "NodeUnprepareVolume", "The Plugin MUST NOT remove from `prepare_path` anything that it did not make.", "v1alpha1"},
 	{UnprepareFinished, MustNot, SP, "NodeUnprepareVolume", "The Plugin MUST NOT answer `OK` before the work of `NodeUnprepareVolume` is finished.", "v1alpha1"},
+	{UnprepareResourcesFreed, MustNot, SP, "NodeUnprepareVolume", "The Plugin MUST NOT hold a descriptor, process, mount or device for a preparation after it has answered `OK` to the `NodeUnprepareVolume` call for it.", "v1alpha1"},
 	{UnprepareDataKept, MustNot, SP, "NodeUnprepareVolume", "The Plugin MUST NOT change or delete data of a volume in `NodeUnprepareVolume`.", "v1alpha1"},
 	{UnprepareUnstageRefused, Must, SP, "NodeUnprepareVolume", "The Plugin MUST answer `FAILED_PRECONDITION` to `NodeUnstageVolume` while the volume has a preparation on the node.", "v1alpha1"},
 	{UnprepareDeleteRefused, Must, SP, "NodeUnprepareVolume", "The Plugin MUST answer `FAILED_PRECONDITION` to `DeleteVolume` while it knows of a preparation of the volume.", "v1alpha1"},
