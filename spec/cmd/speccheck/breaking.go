@@ -60,7 +60,7 @@ func (t *tree) breaking(ctx context.Context) (faults []fault, couldNot string, e
 	if err != nil {
 		return nil, "", err
 	}
-	defer os.RemoveAll(tmp)
+	defer func() { err = errors.Join(err, os.RemoveAll(tmp)) }()
 	nowFile, beforeFile := filepath.Join(tmp, "now.binpb"), filepath.Join(tmp, "accepted.binpb")
 	if err := errors.Join(os.WriteFile(nowFile, now, 0o600), os.WriteFile(beforeFile, before, 0o600)); err != nil {
 		return nil, "", err
@@ -104,8 +104,10 @@ func (t *tree) bufFaults(out []byte) ([]fault, error) {
 		if err := json.Unmarshal(line, &found); err != nil {
 			return nil, fmt.Errorf("read the findings of buf: %w", err)
 		}
-		faults = append(faults, fault{specFile, t.doc.specLine(found.Line),
-			fmt.Sprintf("breaking change: %s (%s); if it is meant, run speccheck accept", found.Message, found.Type)})
+		faults = append(faults, fault{
+			specFile, t.doc.specLine(found.Line),
+			fmt.Sprintf("breaking change: %s (%s); if it is meant, run speccheck accept", found.Message, found.Type),
+		})
 	}
 	return faults, nil
 }
