@@ -48,3 +48,20 @@ func statx(dirfd int, path string, mask int, st *unix.Statx_t) unix.Errno {
 		}
 	}
 }
+
+// LinkedMount returns the unique id of the mount that a link of /proc leads to
+// (fd/3, cwd), 0 if it leads nowhere or the kernel has no unique ids. Unlike
+// [UniqueID] it follows the link.
+func LinkedMount(dirfd int, link string) uint64 {
+	var st unix.Statx_t
+	for {
+		err := unix.Statx(dirfd, link, unix.AT_STATX_DONT_SYNC|unix.AT_NO_AUTOMOUNT, unix.STATX_MNT_ID_UNIQUE, &st)
+		switch {
+		case err == unix.EINTR:
+		case err != nil || st.Mask&unix.STATX_MNT_ID_UNIQUE == 0:
+			return 0
+		default:
+			return st.Mnt_id
+		}
+	}
+}

@@ -52,4 +52,3 @@ func must(t testing.TB, err error) {
 		t.Fatal(err)
 	}
 }
-

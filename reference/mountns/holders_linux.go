@@ -1,0 +1,113 @@
+package mountns
+
+import (
+	"context"
+	"fmt"
+	"os"
+	"path/filepath"
+	"strconv"
+	"strings"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/csi-prepare/csi-prepare/reference/kernel"
+)
+
+// Holder is something that keeps a mount in use.
+type Holder struct {
+	// PID is the process, Command its name (at most 15 bytes, chosen by itself).
+	PID     int    `json:"pid"`
+	Command string `json:"command"`
+	// By is "fd", "cwd", "root", "exe" or "map".
+	By string `json:"by"`
+	// FD is the descriptor's number, -1 if By is not fd.
+	FD int `json:"fd"`
+	// Path is what /proc shows. For a detached mount it begins at the root of
+	// that mount.
+	Path string `json:"path"`
+}
+
+// String is "pid 42 (sleep) fd 3 /srv/data/file".
+func (h Holder) String() string {
+	by := h.By
+	if h.FD >= 0 {
+		by += " " + strconv.Itoa(h.FD)
+	}
+	return fmt.Sprintf("pid %d (%s) %s %s", h.PID, readable(h.Command), by, readable(h.Path))
+}
+
+// Holders looks through every process of /proc for what holds the mount with
+// the unique id: open files, working directories, roots, programs, mapped
+// files. It finds the holders of a mount that is in no table any more, because
+// it was unmounted lazily: nothing else does. It needs CAP_SYS_PTRACE for the
+// processes of others, and does not see a descriptor that is under way in a
+// socket, a loop or swap file, or a mount that is stacked on this one.
+//
+// Files are looked at by their links in /proc, which asks no FUSE server; a
+// network filesystem may ask its server, so call this where it can be killed
+// if one may hang. A kernel without unique ids (before 6.8) is ENOTSUP.
+func Holders(ctx context.Context, id uint64) ([]Holder, error) {
+	if _, err := kernel.UniqueID(unix.AT_FDCWD, "/"); err != nil {
+		return nil, fmt.Errorf("mountns: holders of mount %d: %w", id, err)
+	}
+	pids, err := processes()
+	if err != nil {
+		return nil, fmt.Errorf("mountns: holders of mount %d: %w", id, err)
+	}
+	var found []Holder
+	for _, pid := range pids {
+		if err := ctx.Err(); err != nil {
+			return found, err
+		}
+		found = holdersIn(found, id, pid)
+	}
+	return found, nil
+}
+
+// holdersIn appends what one process holds. A process that ends meanwhile, or
+// may not be looked into, holds nothing.
+func holdersIn(found []Holder, id uint64, pid string) []Holder {
+	dir, err := unix.Open(filepath.Join("/proc", pid), unix.O_PATH|unix.O_DIRECTORY|unix.O_CLOEXEC, 0)
+	if err != nil {
+		return found
+	}
+	defer unix.Close(dir)
+	from := len(found)
+	check := func(by string, fd int, link string) {
+		if kernel.LinkedMount(dir, link) != id {
+			return
+		}
+		h := Holder{By: by, FD: fd}
+		h.PID, _ = strconv.Atoi(pid)
+		h.Path = readlinkAt(dir, link)
+		found = append(found, h)
+	}
+	for _, by := range []string{"cwd", "root", "exe"} {
+		check(by, -1, by)
+	}
+	fds, _ := entries(filepath.Join("/proc", pid, "fd"))
+	for _, name := range fds {
+		fd, _ := strconv.Atoi(name)
+		check("fd", fd, "fd/"+name)
+	}
+	maps, _ := entries(filepath.Join("/proc", pid, "map_files"))
+	for _, name := range maps {
+		check("map", -1, "map_files/"+name)
+	}
+	if len(found) > from {
+		command, _ := os.ReadFile(filepath.Join("/proc", pid, "comm"))
+		for i := from; i < len(found); i++ {
+			found[i].Command = strings.TrimSuffix(string(command), "\n")
+		}
+	}
+	return found
+}
+
+func readlinkAt(dir int, name string) string {
+	buf := make([]byte, unix.PathMax)
+	n, err := unix.Readlinkat(dir, name, buf)
+	if err != nil {
+		return ""
+	}
+	return string(buf[:n])
+}
