@@ -35,15 +35,18 @@ const (
 // Mutant says what is wrong with one implementation.
 type Mutant struct {
 	// Name is unique among all mutants, in words joined by hyphens.
-	Name string
+	Name string `json:"name"`
 	// Actor is the seat whose duty is broken.
-	Actor    requirement.Actor
-	Category Category
+	Actor    requirement.Actor `json:"actor"`
+	Category Category          `json:"category"`
 	// Breaks is the one requirement that does not hold.
-	Breaks requirement.ID
+	Breaks requirement.ID `json:"breaks"`
 	// Story is what the implementation does, and who suffers how.
-	Story string
+	Story string `json:"story"`
 }
+
+// Title returns the name.
+func (m Mutant) Title() string { return m.Name }
 
 // Check reports the first thing that makes a set of mutants unusable as
 // evidence: a name given twice, a requirement that does not exist or binds

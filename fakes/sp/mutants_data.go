@@ -2,10 +2,12 @@ package sp
 
 import (
 	"context"
+	"fmt"
 	"os"
 	"path/filepath"
 	"slices"
 
+	"github.com/moby/sys/mountinfo"
 	"golang.org/x/sys/unix"
 
 	"github.com/csi-prepare/csi-prepare/fakes/mutant"
@@ -60,7 +62,28 @@ var leakMutants = []Mutant{
 	seat("leaks-mount", mutant.Leaks, requirement.PrepareNoMount,
 		"prepare mounts a tmpfs of its own at prepare_path and never takes it away: the CO's rmdir fails for ever",
 		answered(func(_ *Server, r *prepareRequest, _ *prepareResponse) {
+			if machine() {
+				fmt.Fprintln(os.Stderr, "leaks-mount: not in the machine's own mount namespace; use unshare -m")
+				return
+			}
 			_ = unix.Mount("leak", r.GetPreparePath(), "tmpfs", 0, "size=64k")
+		})),
+	seat("mounts-unannounced", mutant.Leaks, requirement.CapabilitiesPropagation,
+		"the volume is mounted in prepare_path and bound from there, and requires_propagation is not reported: on a node without propagation the directory is empty",
+		mounting(true)),
+	seat("binds-mount-of-any-type", mutant.Data, requirement.BindMountFSTypeSet,
+		"the source is a mount of the plugin's own and mount_fs_type is not set: when the mount is missing, the CO binds the empty directory under it",
+		both(mounting(false), answered(func(_ *Server, _ *capabilitiesQuery, a *capabilitiesReply) {
+			a.Capabilities = append(a.Capabilities, &preparev1alpha1.NodePrepareServiceCapability{
+				Type: &preparev1alpha1.NodePrepareServiceCapability_RequiresPropagation_{
+					RequiresPropagation: &preparev1alpha1.NodePrepareServiceCapability_RequiresPropagation{Prepare: true},
+				},
+			})
+		}))),
+	seat("keeps-descriptor", mutant.Leaks, requirement.UnprepareResourcesFreed,
+		"each preparation leaves a descriptor of the volume open: the node runs out of them",
+		answered(func(s *Server, r *prepareRequest, _ *prepareResponse) {
+			_, _ = unix.Open(s.where(r.GetVolumeId()), unix.O_PATH|unix.O_CLOEXEC, 0)
 		})),
 	seat("writes-beside-path", mutant.Leaks, requirement.PrepareStaysBelow,
 		"a lock file lies beside prepare_path, in a directory of the CO, for as long as the preparation lives",
@@ -92,6 +115,51 @@ var leakMutants = []Mutant{
 				return err
 			}
 		}),
+}
+
+// mounting makes s mount the volume in prepare_path, and answer a BIND of that
+// mount, with its type or without.
+func mounting(typed bool) fault {
+	at := func(r interface{ GetPreparePath() string }) string { return filepath.Join(r.GetPreparePath(), "mount") }
+	return both(
+		answered(func(s *Server, r *prepareRequest, a *prepareResponse) {
+			if machine() {
+				return
+			}
+			if err := os.Mkdir(at(r), 0o700); err == nil {
+				_ = unix.Mount(s.where(r.GetVolumeId()), at(r), "", unix.MS_BIND, "")
+			}
+			b := a.MountSpecs[0].GetBind()
+			b.Source = &preparev1alpha1.PathRef{Base: preparev1alpha1.PathRef_PREPARE, Relative: "mount"}
+			if typed {
+				b.MountFsType = typeOf(at(r))
+			}
+		}),
+		answered(func(_ *Server, r *unprepareRequest, _ *unprepareResponse) {
+			_ = unix.Unmount(at(r), unix.UMOUNT_NOFOLLOW)
+			_ = os.Remove(at(r))
+		}),
+	)
+}
+
+// typeOf returns the type of the filesystem mounted at a path.
+func typeOf(path string) string {
+	mounts, err := mountinfo.GetMounts(mountinfo.SingleEntryFilter(path))
+	if err != nil || len(mounts) == 0 {
+		return ""
+	}
+	return mounts[0].FSType
+}
+
+// machine reports whether this process is in the mount namespace of the first
+// one, where a leak would outlive it.
+func machine() bool {
+	own, err := os.Readlink("/proc/self/ns/mnt")
+	if err != nil {
+		return true
+	}
+	first, err := os.Readlink("/proc/1/ns/mnt")
+	return err == nil && own == first
 }
 
 // record is the file some mutants make in prepare_path.

@@ -92,6 +92,15 @@ var discoveryMutants = []Mutant{
 	seat("capability-kind-unreported", mutant.Discovery, requirement.CapabilitiesKinds,
 		"the kind it returns is not reported: the CO does not offer it, or does not expect it",
 		capabilities(func(c *preparev1alpha1.NodePrepareServiceCapability) bool { return c.GetKind() == nil })),
+	seat("capability-other-kind", mutant.Discovery, requirement.PrepareKindReported,
+		"FILESYSTEM is reported and BIND is returned",
+		answered(func(_ *Server, _ *capabilitiesQuery, a *capabilitiesReply) {
+			for _, c := range a.Capabilities {
+				if k := c.GetKind(); k != nil {
+					k.Kind = preparev1alpha1.MountKind_MOUNT_KIND_FILESYSTEM
+				}
+			}
+		})),
 	seat("capability-untyped", mutant.Discovery, requirement.CapabilitiesTyped,
 		"a capability without a type stands among the others",
 		answered(func(_ *Server, _ *capabilitiesQuery, a *capabilitiesReply) {

@@ -16,6 +16,18 @@ import (
 
 // What has to be refused and is not, or is under another code.
 var refusalMutants = []Mutant{
+	seat("refuses-readonly", mutant.Codes, requirement.PrepareAnswered,
+		"a read-only preparation is refused, for no reason that the contract knows",
+		instead(func(_ context.Context, s *Server, r *prepareRequest, next func() (*prepareResponse, error)) (*prepareResponse, error) {
+			answer, err := next()
+			if err == nil && r.GetReadonly() {
+				s.mu.Lock()
+				defer s.mu.Unlock()
+				delete(s.state.prepared, pair{r.GetVolumeId(), r.GetPrepareId()})
+				return nil, status.Error(codes.FailedPrecondition, "readonly: is not supported")
+			}
+			return answer, err
+		})),
 	seat("volume-not-found-internal", mutant.Codes, requirement.PrepareVolumeNotFound,
 		"a volume that does not exist is INTERNAL: the CO tries again for ever",
 		failed(func(_ *prepareRequest, err error) error {

@@ -1,0 +1,224 @@
+// Package kill runs the suite against mutants, each of which it has to fail,
+// and against the conformant fakes, which it has to pass.
+//
+// Suite and fake are commands, each run in processes of its own: a mutant
+// that hangs is killed, and what one leaks ends with its mount namespace.
+package kill
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"slices"
+	"strconv"
+	"strings"
+	"sync"
+	"syscall"
+	"time"
+
+	"github.com/csi-prepare/csi-prepare/fakes/co"
+	"github.com/csi-prepare/csi-prepare/fakes/mutant"
+	"github.com/csi-prepare/csi-prepare/fakes/sp"
+	"github.com/csi-prepare/csi-prepare/spec/requirement"
+)
+
+// Mutants returns all mutants of both seats.
+func Mutants() []mutant.Mutant {
+	var all []mutant.Mutant
+	for _, m := range sp.Mutants() {
+		all = append(all, m.Mutant)
+	}
+	for _, m := range co.Mutants() {
+		all = append(all, m.Mutant)
+	}
+	return all
+}
+
+// Commands are what is run.
+type Commands struct {
+	Sanity string // path of prepare-sanity
+	Fake   string // path of prepare-fake
+	// Deadline bounds one run of the suite. Zero means two minutes.
+	Deadline time.Duration
+}
+
+// Result is what became of one mutant.
+type Result struct {
+	Name     string          `json:"name"`
+	Actor    string          `json:"actor"`
+	Category mutant.Category `json:"category"`
+	Breaks   requirement.ID  `json:"breaks"`
+	// Killed is true if the suite exited 1 and one of the specs that cover
+	// the broken requirement failed.
+	Killed   bool     `json:"killed"`
+	KilledBy []string `json:"killed_by"` // names of those specs
+	// FailedSpecs counts all that failed, TotalSpecs all that ran.
+	FailedSpecs int `json:"failed_specs"`
+	TotalSpecs  int `json:"total_specs"`
+
+	// Survived says why the mutant lives.
+	Survived string `json:"-"`
+}
+
+// Mutant runs the suite against one mutant: the specs of the requirement that
+// it breaks, or with full all of them.
+func (c Commands) Mutant(ctx context.Context, m mutant.Mutant, full bool) (Result, error) {
+	arguments := []string{"--mutant", m.Name}
+	r := Result{Name: m.Name, Actor: string(m.Actor), Category: m.Category, Breaks: m.Breaks, KilledBy: []string{}}
+	var only requirement.ID
+	if !full {
+		only = m.Breaks
+	}
+	o, err := c.run(ctx, m.Actor, arguments, only, 1)
+	if err != nil {
+		return r, fmt.Errorf("mutant %s: %w", m.Name, err)
+	}
+	for _, s := range o.report.Specs {
+		switch s.Outcome {
+		case "failed":
+			r.TotalSpecs++
+			r.FailedSpecs++
+			if slices.Contains(s.Requirements, m.Breaks) {
+				r.KilledBy = append(r.KilledBy, s.Name)
+			}
+		case "passed":
+			r.TotalSpecs++
+		}
+	}
+	r.Killed = o.code == 1 && len(r.KilledBy) > 0
+	if !r.Killed {
+		r.Survived = o.String()
+	}
+	return r, nil
+}
+
+// Conformant runs the whole suite against a fake that has no fault, with more
+// arguments for the fake if there are any. An error says what failed.
+func (c Commands) Conformant(ctx context.Context, seat requirement.Actor, seed int64, arguments ...string) error {
+	o, err := c.run(ctx, seat, arguments, "", seed)
+	if err == nil && o.code != 0 {
+		err = errors.New(o.String())
+	}
+	if err != nil {
+		return fmt.Errorf("conformant %s, seed %d: %w", seat, seed, err)
+	}
+	return nil
+}
+
+// outcome is one run of the suite.
+type outcome struct {
+	code   int
+	report struct {
+		Specs []spec `json:"specs"`
+	}
+	output string
+}
+
+type spec struct {
+	Name         string           `json:"name"`
+	Requirements []requirement.ID `json:"requirements"`
+	Outcome      string           `json:"outcome"`
+	Message      string           `json:"message"`
+}
+
+// String tells how the suite ended, and which specs did not pass.
+func (o outcome) String() string {
+	text := fmt.Sprintf("the suite exited %d", o.code)
+	if len(o.report.Specs) == 0 {
+		return text + " without a report: " + o.output
+	}
+	for _, s := range o.report.Specs {
+		if s.Outcome == "failed" || s.Outcome == "could-not-run" {
+			text += fmt.Sprintf("\n%s: %s\n%s", s.Outcome, s.Name, s.Message)
+		}
+	}
+	return text
+}
+
+// run runs the suite once, in a directory that is removed afterwards.
+func (c Commands) run(ctx context.Context, seat requirement.Actor, arguments []string, only requirement.ID, seed int64) (outcome, error) {
+	directory, err := os.MkdirTemp("", "kill-")
+	if err != nil {
+		return outcome{}, err
+	}
+	defer os.RemoveAll(directory)
+	in := func(name string) string { return filepath.Join(directory, name) }
+	for _, name := range []string{"grant", "state", "report", "work"} {
+		if err := os.Mkdir(in(name), 0o755); err != nil {
+			return outcome{}, err
+		}
+	}
+	fake := []string{c.Fake, strings.ToLower(string(seat)), "--state-dir", in("state")}
+	suite := []string{"executor", "--performer", "new"}
+	if seat == requirement.SP {
+		fake = append(fake, "--grant", "data="+in("grant"))
+		suite = []string{"run", "--grant", "data=" + in("grant"), "--state-dir", in("state")}
+	}
+	fake = append(fake, arguments...)
+	suite = append(suite,
+		"--exec", strings.Join(fake, " "),
+		"--work-dir", in("work"), "--report", in("report"), "--seed", strconv.FormatInt(seed, 10))
+	if only != "" {
+		suite = append(suite, "--id", string(only))
+	}
+	return c.suite(ctx, suite, in("report"))
+}
+
+func (c Commands) suite(ctx context.Context, arguments []string, reports string) (o outcome, err error) {
+	deadline := c.Deadline
+	if deadline == 0 {
+		deadline = 2 * time.Minute
+	}
+	ctx, cancel := context.WithTimeout(ctx, deadline)
+	defer cancel()
+	cmd := exec.CommandContext(ctx, c.Sanity, arguments...)
+	// It ends what it started when it is asked to; what does not listen is
+	// killed, and its children with it.
+	cmd.SysProcAttr = &syscall.SysProcAttr{Setpgid: true}
+	cmd.Cancel = func() error { return cmd.Process.Signal(syscall.SIGTERM) }
+	cmd.WaitDelay = 10 * time.Second
+	output, err := cmd.CombinedOutput()
+	o.output, o.code = string(output), cmd.ProcessState.ExitCode()
+	var exit *exec.ExitError
+	if err != nil && !errors.As(err, &exit) {
+		return o, err
+	}
+	if ctx.Err() != nil {
+		return o, fmt.Errorf("the suite did not end: %w; it wrote: %s", ctx.Err(), o.output)
+	}
+	files, err := filepath.Glob(filepath.Join(reports, "*.json"))
+	if err != nil || len(files) == 0 {
+		return o, err
+	}
+	data, err := os.ReadFile(files[0])
+	if err != nil {
+		return o, err
+	}
+	return o, json.Unmarshal(data, &o.report)
+}
+
+// All runs the suite against each of the mutants, jobs at a time, and tells
+// progress of each as it ends. Results are in the order of mutants.
+func (c Commands) All(ctx context.Context, mutants []mutant.Mutant, full bool, jobs int, progress func(Result)) ([]Result, error) {
+	results := make([]Result, len(mutants))
+	errs := make([]error, len(mutants))
+	var wg sync.WaitGroup
+	var mu sync.Mutex
+	slots := make(chan struct{}, max(1, jobs))
+	for i, m := range mutants {
+		slots <- struct{}{}
+		wg.Go(func() {
+			defer func() { <-slots }()
+			results[i], errs[i] = c.Mutant(ctx, m, full)
+			mu.Lock()
+			defer mu.Unlock()
+			progress(results[i])
+		})
+	}
+	wg.Wait()
+	return results, errors.Join(errs...)
+}
