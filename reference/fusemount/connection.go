@@ -1,0 +1,165 @@
+package fusemount
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"os"
+	"strconv"
+	"strings"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/csi-prepare/csi-prepare/reference/kernel"
+)
+
+// ErrUnanswered says that a server did not answer in time. Its connection has
+// been aborted.
+var ErrUnanswered = errors.New("fusemount: the server did not answer in time")
+
+// Prove asks the server behind mount for the attributes of its root, past
+// every cache, and returns nil once it has answered. A connection that has
+// ended is unix.ENOTCONN.
+//
+// When ctx ends first, the connection is aborted: nothing else ends the wait
+// of a thread for a server that has taken the request and keeps it, short of
+// killing the process. Then the error is ErrUnanswered.
+func Prove(ctx context.Context, mount *os.File) error {
+	raw, err := mount.SyscallConn()
+	if err != nil {
+		return err
+	}
+	answered := make(chan error, 1)
+	go func() {
+		var st unix.Statx_t
+		var err error
+		cerr := raw.Control(func(fd uintptr) {
+			for {
+				err = unix.Statx(int(fd), "", unix.AT_EMPTY_PATH|unix.AT_STATX_FORCE_SYNC, unix.STATX_BASIC_STATS, &st)
+				if err != unix.EINTR {
+					return
+				}
+			}
+		})
+		answered <- errors.Join(cerr, err)
+	}()
+	select {
+	case err := <-answered:
+		if err != nil {
+			return fmt.Errorf("fusemount: asking the server: %w", err)
+		}
+		return nil
+	case <-ctx.Done():
+	}
+	// The thread above keeps the mount, and so the number of its connection.
+	if err := Abort(context.WithoutCancel(ctx), mount); err != nil {
+		return fmt.Errorf("%w; a thread waits for it still: %w", ErrUnanswered, err)
+	}
+	<-answered
+	return fmt.Errorf("%w: %w", ErrUnanswered, context.Cause(ctx))
+}
+
+// Abort ends the connection behind mount: whoever waits for its server gets
+// ENOTCONN, as does everybody later. It never waits for the server. It fits
+// handoff.Config.Abort.
+//
+// Connections have numbers, which the kernel gives again. This one is read
+// from the mount, whose descriptor keeps it from being given to another; the
+// control filesystem is a detached mount, seen by nobody.
+func Abort(_ context.Context, mount *os.File) error {
+	raw, err := mount.SyscallConn()
+	if err != nil {
+		return err
+	}
+	cerr := raw.Control(func(fd uintptr) { err = abort(int(fd)) })
+	if err := errors.Join(cerr, err); err != nil {
+		return fmt.Errorf("fusemount: abort: %w", err)
+	}
+	return nil
+}
+
+func abort(mount int) error {
+	number, err := ofMount(mount)
+	if err != nil {
+		return err
+	}
+	fs, err := kernel.OpenFS("fusectl")
+	if err != nil {
+		return err
+	}
+	defer fs.Close()
+	if err := fs.Create(); err != nil {
+		return err
+	}
+	control, err := fs.Mount(unix.MOUNT_ATTR_NOSUID | unix.MOUNT_ATTR_NODEV | unix.MOUNT_ATTR_NOEXEC)
+	if err != nil {
+		return err
+	}
+	defer unix.Close(control)
+	name := strconv.FormatUint(uint64(number), 10) + "/abort"
+	fd, err := unix.Openat(control, name, unix.O_WRONLY|unix.O_CLOEXEC|unix.O_NOFOLLOW, 0)
+	if err == unix.ENOENT {
+		return nil // it has ended; an ended connection has no entry
+	}
+	if err != nil {
+		return &os.PathError{Op: "openat", Path: name, Err: err}
+	}
+	defer unix.Close(fd)
+	if _, err := unix.Write(fd, []byte("1")); err != nil {
+		return &os.PathError{Op: "write", Path: name, Err: err}
+	}
+	return nil
+}
+
+// ofMount is the number of the connection behind a mount: the minor number of
+// its device. The server is not asked.
+func ofMount(mount int) (uint32, error) {
+	var st unix.Statx_t
+	err := unix.Statx(mount, "", unix.AT_EMPTY_PATH|unix.AT_STATX_DONT_SYNC, unix.STATX_TYPE, &st)
+	if err != nil {
+		return 0, &os.SyscallError{Syscall: "statx", Err: err}
+	}
+	if st.Dev_major != 0 {
+		return 0, fmt.Errorf("device %d:%d is not that of a FUSE connection", st.Dev_major, st.Dev_minor)
+	}
+	return st.Dev_minor, nil
+}
+
+// Same reports whether the connection behind mount is the one whose device
+// is given, as /proc/self/fdinfo has it. Both are held, so neither number can
+// have come to mean another connection.
+func Same(device, mount *os.File) (bool, error) {
+	raw, err := mount.SyscallConn()
+	if err != nil {
+		return false, err
+	}
+	var number uint32
+	cerr := raw.Control(func(fd uintptr) { number, err = ofMount(int(fd)) })
+	if err := errors.Join(cerr, err); err != nil {
+		return false, fmt.Errorf("fusemount: %w", err)
+	}
+	other, err := ofDevice(device)
+	if err != nil {
+		return false, fmt.Errorf("fusemount: %w", err)
+	}
+	return number == other, nil
+}
+
+func ofDevice(device *os.File) (number uint32, err error) {
+	raw, err := device.SyscallConn()
+	if err != nil {
+		return 0, err
+	}
+	var text []byte
+	cerr := raw.Control(func(fd uintptr) { text, err = os.ReadFile(fmt.Sprintf("/proc/self/fdinfo/%d", fd)) })
+	if err := errors.Join(cerr, err); err != nil {
+		return 0, err
+	}
+	for line := range strings.Lines(string(text)) {
+		if value, ok := strings.CutPrefix(line, "fuse_connection:"); ok {
+			n, err := strconv.ParseUint(strings.TrimSpace(value), 10, 32)
+			return uint32(n), err
+		}
+	}
+	return 0, errors.New("the descriptor is of no FUSE connection")
+}
