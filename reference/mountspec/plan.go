@@ -22,6 +22,9 @@ type Step struct {
 	Call Call
 	// Spec is the index of the mount spec the step serves.
 	Spec int
+	// Base is the index of the spec whose OpenBase the step goes by: specs
+	// with sources below one base share it.
+	Base int
 	// Key is the key of a superblock parameter, or the filesystem type.
 	Key string
 	// Text is a parameter's value, or a path.
@@ -134,8 +137,10 @@ func (b *planner) make(i int, s *Spec) error {
 	switch k := s.Kind.(type) {
 	case *Bind:
 		recursive = k.Recursive
-		b.source(i, k)
-		b.step(Step{Call: Clone, Spec: i, Recursive: recursive})
+		b.step(Step{
+			Call: Clone, Spec: i, Base: b.source(i, k),
+			Text: k.Source.Relative, Recursive: recursive,
+		})
 	case *Filesystem:
 		b.filesystem(i, k)
 		b.step(Step{Call: Fsmount, Spec: i, Set: set &^ AttrIDMap})
@@ -161,14 +166,27 @@ func (b *planner) make(i int, s *Spec) error {
 	return nil
 }
 
-func (b *planner) source(i int, k *Bind) {
-	b.step(Step{Call: OpenBase, Spec: i, Text: k.Source.baseName()})
+// source plans to find what a bind is of, and returns the index of its base.
+func (b *planner) source(i int, k *Bind) (base int) {
+	base = b.base(i, k.Source.baseName())
 	if k.Source.Relative != "" {
-		b.step(Step{Call: OpenSource, Spec: i, Text: k.Source.Relative})
+		b.step(Step{Call: OpenSource, Spec: i, Base: base, Text: k.Source.Relative})
 	}
 	if k.MountFSType != "" {
-		b.step(Step{Call: CheckSource, Spec: i, Key: k.MountFSType})
+		b.step(Step{Call: CheckSource, Spec: i, Base: base, Key: k.MountFSType, Text: k.Source.Relative})
 	}
+	return base
+}
+
+// base opens a base unless an earlier spec has.
+func (b *planner) base(i int, name string) int {
+	for _, s := range b.plan.Steps {
+		if s.Call == OpenBase && s.Text == name {
+			return s.Spec
+		}
+	}
+	b.step(Step{Call: OpenBase, Spec: i, Base: i, Text: name})
+	return i
 }
 
 func (b *planner) filesystem(i int, k *Filesystem) {
@@ -246,8 +264,10 @@ func (b *planner) legacy(specs []Spec) (Plan, error) {
 			if k.Recursive && set|clear != 0 {
 				return Plan{}, unsupported("mount(2) cannot narrow the mounts below a recursive bind")
 			}
-			b.source(i, k)
-			b.step(Step{Call: MountBind, Spec: i, Recursive: k.Recursive})
+			b.step(Step{
+				Call: MountBind, Spec: i, Base: b.source(i, k),
+				Text: k.Source.Relative, Recursive: k.Recursive,
+			})
 			b.step(Step{Call: OpenMounted, Spec: i, Text: s.Target})
 			b.step(Step{Call: Remount, Spec: i, Set: set, Clear: clear})
 			b.step(Step{Call: MountPrivate, Spec: i, Recursive: k.Recursive})

@@ -119,9 +119,9 @@ func (s Step) String() string {
 	case OpenBase:
 		return f("openat(AT_FDCWD, <%s>, O_PATH|O_DIRECTORY|O_CLOEXEC) = base%d", s.Text, n)
 	case OpenSource:
-		return f("openat2(base%d, %q, {%s, %s}) = source%d", n, s.Text, path, beneath, n)
+		return f("openat2(base%d, %q, {%s, %s}) = source%d", s.Base, s.Text, path, beneath, n)
 	case CheckSource:
-		return f("statmount(mount of source%d): type %q, at or below base%d", n, s.Key, n)
+		return f("statx(%s); statmount(its mount): type %q, attached at or below base%d", s.source(), s.Key, s.Base)
 	case OpenDevice:
 		return f("open(<device %s>, O_RDONLY|O_CLOEXEC) = device%d; ioctl(device%d, BLKGETDISKSEQ)", s.Text, n, n)
 	case OpenDeviceExclusive:
@@ -139,7 +139,7 @@ func (s Step) String() string {
 	case Fsmount:
 		return f("fsmount(fs%d, FSMOUNT_CLOEXEC, %s) = mount%d", n, s.Set, n)
 	case Clone:
-		return f("open_tree(source%d, \"\", AT_EMPTY_PATH%s|OPEN_TREE_CLONE|OPEN_TREE_CLOEXEC) = mount%d", n, rec, n)
+		return f("open_tree(%s, \"\", AT_EMPTY_PATH%s|OPEN_TREE_CLONE|OPEN_TREE_CLOEXEC) = mount%d", s.source(), rec, n)
 	case Mknod:
 		return f("mknodat(mount%d, \"node\", S_IFBLK, makedev(%s)); fchownat; fchmodat", n, s.Text)
 	case CloneNode:
@@ -166,7 +166,7 @@ func (s Step) String() string {
 		if s.Recursive {
 			rec = "|MS_REC"
 		}
-		return f("mount(source%d, target%d, NULL, MS_BIND%s, NULL)", n, n, rec)
+		return f("mount(%s, target%d, NULL, MS_BIND%s, NULL)", s.source(), n, rec)
 	case MountNew:
 		return f("mount(%q, target%d, %q, %s, %q)", s.Text, n, s.Key, s.Set.mountFlags(), joinMasked(s.Parameters))
 	case OpenMounted:
@@ -180,6 +180,14 @@ func (s Step) String() string {
 		return f("mount(NULL, mount%d, NULL, MS_PRIVATE%s, NULL)", n, rec)
 	}
 	return s.Call.String()
+}
+
+// source names the descriptor a bind is made from.
+func (s Step) source() string {
+	if s.Text == "" {
+		return fmt.Sprintf("base%d", s.Base)
+	}
+	return fmt.Sprintf("source%d", s.Spec)
 }
 
 func clearWord(a Attr) string {

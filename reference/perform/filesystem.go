@@ -1,0 +1,208 @@
+package perform
+
+import (
+	"errors"
+	"fmt"
+	"os"
+	"strconv"
+	"strings"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/csi-prepare/csi-prepare/reference/kernel"
+	"github.com/csi-prepare/csi-prepare/reference/mountspec"
+)
+
+// filesystem makes one call on a filesystem's context.
+func (x *performance) filesystem(u *unit, spec *mountspec.Spec, s *mountspec.Step) (err error) {
+	switch s.Call {
+	case mountspec.Fsopen:
+		if u.fs != nil {
+			_ = u.fs.Close()
+		}
+		u.fs, err = kernel.OpenFS(s.Key)
+	case mountspec.SetString:
+		switch {
+		case s.Key == "source" && u.device >= 0:
+			// By way of the descriptor, so that what was compared is used.
+			err = u.fs.SetString("source", "/proc/self/fd/"+strconv.Itoa(u.device))
+		case s.Secret.IsZero():
+			err = u.fs.SetString(s.Key, s.Text)
+		default:
+			err = u.fs.SetSecret(s.Key, s.Secret.Reveal())
+		}
+	case mountspec.SetFlag:
+		err = u.fs.SetFlag(s.Key)
+	case mountspec.Create:
+		err = u.fs.Create()
+	case mountspec.CreateExclusive:
+		return x.createExclusive(u)
+	case mountspec.Fsmount:
+		return x.fsmount(u, spec, s)
+	}
+	return err
+}
+
+// createExclusive makes a superblock, or finds that the device has one: then
+// the context is made again to get that one.
+func (x *performance) createExclusive(u *unit) error {
+	if u.reuse {
+		return u.fs.Create()
+	}
+	err := u.fs.CreateExclusive()
+	if errors.Is(err, unix.EBUSY) {
+		u.reuse = true
+		return errAgain
+	}
+	return err
+}
+
+func (x *performance) fsmount(u *unit, spec *mountspec.Spec, s *mountspec.Step) (err error) {
+	fd, err := u.fs.Mount(int(s.Set))
+	if err != nil {
+		return err
+	}
+	if _, ok := spec.Kind.(*mountspec.BlockDevice); ok {
+		u.node = fd // the filesystem the node is made in
+	} else {
+		u.mount = fd
+	}
+	_ = u.fs.Close()
+	u.fs = nil
+	if !u.reuse {
+		return nil
+	}
+	return x.checkParameters(u, spec.Kind.(*mountspec.Filesystem))
+}
+
+// checkParameters sees that a superblock that was there before is as if it had
+// been made with the parameters the spec has. The kernel hands out the old
+// superblock and ignores, in silence, whatever the new mount asks for.
+//
+// Filesystems show the parameters that are not their defaults. One that the
+// spec has and the filesystem does not show is taken for ignored; a secret,
+// which must not be compared in the open, cannot be proven.
+func (x *performance) checkParameters(u *unit, k *mountspec.Filesystem) error {
+	options, readonly, err := x.effective(u.mount)
+	if err != nil {
+		return err
+	}
+	if readonly != k.SuperblockReadonly {
+		return fmt.Errorf("%w: its superblock is read-only: %t", ErrParameters, readonly)
+	}
+	shown := map[string]bool{}
+	for word := range strings.SplitSeq(options, ",") {
+		shown[word] = true
+	}
+	for _, p := range k.Parameters {
+		word := p.Key
+		if p.Text != "" {
+			word += "=" + p.Text
+		}
+		if !p.Secret.IsZero() || !shown[word] {
+			return fmt.Errorf("%w: %q is not what it was mounted with", ErrParameters, p.Key)
+		}
+	}
+	return nil
+}
+
+// effective reads the options of the superblock of a detached mount, which no
+// table shows: a clone of it is attached for a moment in a mount namespace of
+// its own.
+func (x *performance) effective(mount int) (options string, readonly bool, err error) {
+	stat, err := statDetached(x.ctx, mount, x.f)
+	return stat.Options, stat.SBFlags&unix.MS_RDONLY != 0, err
+}
+
+// openDevice opens the device and compares number and diskseq on the
+// descriptor, which from then on keeps the number from being given again.
+func (x *performance) openDevice(u *unit, spec *mountspec.Spec, exclusive bool) error {
+	d := deviceOf(spec)
+	name, err := deviceName(d)
+	if err != nil {
+		return err
+	}
+	flags := unix.O_RDONLY | unix.O_NONBLOCK
+	if exclusive {
+		flags |= unix.O_EXCL
+	}
+	fd, err := open(unix.AT_FDCWD, "/dev/"+name, flags)
+	if errors.Is(err, unix.EBUSY) {
+		return fmt.Errorf("%w: it is in use: %w", ErrParameters, err)
+	}
+	if err != nil {
+		return err
+	}
+	u.device = fd
+	var st unix.Stat_t
+	if err := unix.Fstat(fd, &st); err != nil {
+		return err
+	}
+	if st.Mode&unix.S_IFMT != unix.S_IFBLK || unix.Major(st.Rdev) != d.Major || unix.Minor(st.Rdev) != d.Minor {
+		return fmt.Errorf("%w: /dev/%s is not block device %d:%d", ErrDevice, name, d.Major, d.Minor)
+	}
+	if err := checkDiskseq(fd, d); err != nil {
+		return err
+	}
+	if exclusive {
+		closeFD(&u.device) // it would keep the filesystem from taking the device
+	}
+	return nil
+}
+
+func deviceOf(spec *mountspec.Spec) *mountspec.BlockDevice {
+	if k, ok := spec.Kind.(*mountspec.Filesystem); ok {
+		return k.Device
+	}
+	return spec.Kind.(*mountspec.BlockDevice)
+}
+
+// deviceName returns the name the kernel has for the device, in /dev.
+func deviceName(d *mountspec.BlockDevice) (string, error) {
+	path := fmt.Sprintf("/sys/dev/block/%d:%d/uevent", d.Major, d.Minor)
+	text, err := os.ReadFile(path)
+	if err != nil {
+		return "", fmt.Errorf("%w: %d:%d is not in sysfs: %w", ErrDevice, d.Major, d.Minor, err)
+	}
+	for line := range strings.SplitSeq(string(text), "\n") {
+		if name, ok := strings.CutPrefix(line, "DEVNAME="); ok {
+			return name, nil
+		}
+	}
+	return "", fmt.Errorf("%w: %d:%d has no name in %s", ErrDevice, d.Major, d.Minor, path)
+}
+
+func checkDiskseq(fd int, d *mountspec.BlockDevice) error {
+	if d.Diskseq == 0 {
+		return nil // the plugin does not know it
+	}
+	seq, err := kernel.Diskseq(fd)
+	if err != nil {
+		return err
+	}
+	if seq != d.Diskseq {
+		return fmt.Errorf("%w: %d:%d has diskseq %d, want %d: the number is another device's by now", ErrDevice, d.Major, d.Minor, seq, d.Diskseq)
+	}
+	return nil
+}
+
+// mknod makes the device node in a filesystem that nobody else sees.
+func (x *performance) mknod(u *unit, spec *mountspec.Spec) error {
+	d := spec.Kind.(*mountspec.BlockDevice)
+	mode := uint32(x.o.NodeMode.Perm())
+	if mode == 0 {
+		mode = 0o600
+	}
+	if err := unix.Mknodat(u.node, "node", unix.S_IFBLK|mode, int(unix.Mkdev(d.Major, d.Minor))); err != nil {
+		return err
+	}
+	if err := unix.Fchownat(u.node, "node", x.o.NodeUID, x.o.NodeGID, unix.AT_SYMLINK_NOFOLLOW); err != nil {
+		return err
+	}
+	return unix.Fchmodat(u.node, "node", mode, 0) // mknod applies the umask
+}
+
+func (x *performance) cloneNode(u *unit) (err error) {
+	u.mount, err = kernel.OpenTree(u.node, "node", unix.OPEN_TREE_CLONE|unix.AT_SYMLINK_NOFOLLOW)
+	return err
+}

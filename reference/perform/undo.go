@@ -1,0 +1,155 @@
+package perform
+
+import (
+	"context"
+	"errors"
+	"slices"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/csi-prepare/csi-prepare/reference/mountns"
+)
+
+// Undo takes away what receipts record and nothing else: the mounts, known by
+// their ids wherever they are attached by now, in reverse order, and then the
+// directories and files that were created for them. ns is the namespace they
+// are in, nil for that of the calling thread; receipts of another one are
+// ErrForeign. Receipts of another boot are void: nothing of them can be left.
+//
+// A mount that is in use stays, with everything on it, and so do those that
+// come before it in receipts: the error is a *BusyError. A mount is in use if
+// a process has a file or a directory of it open, or is in it, or if somebody
+// else has mounted something on it. Nothing is ever detached lazily, and
+// nothing below a target is looked at.
+//
+// Undo may be repeated, and may be called for receipts that only the journal
+// has seen. Before it reports success it has looked the ids up again.
+//
+// Whoever audits namespaces for leaks does so before Undo where a receipt has
+// Created: to remove a directory silently detaches what other namespaces have
+// mounted on it.
+func (e *Executor) Undo(ctx context.Context, ns *mountns.Namespace, receipts []Receipt) error {
+	boot, err := bootID()
+	if err != nil {
+		return &Error{-1, "read the boot id", err}
+	}
+	for i := range receipts {
+		if err := receipts[i].check(); err != nil {
+			return &Error{i, "read receipt", err}
+		}
+	}
+	if slices.ContainsFunc(receipts, func(r Receipt) bool { return r.BootID != boot }) {
+		receipts = slices.DeleteFunc(slices.Clone(receipts), func(r Receipt) bool { return r.BootID != boot })
+	}
+	if len(receipts) == 0 {
+		return nil
+	}
+	v := &view{f: e.probe(), ns: ns}
+	defer v.close()
+	if ns == nil {
+		err = e.undoHere(ctx, v, receipts)
+	} else {
+		err = ns.Do(ctx, func() error { return e.undoHere(ctx, v, receipts) })
+	}
+	var busy *BusyError
+	if errors.As(err, &busy) && len(busy.Mounts) == 0 {
+		busy.Holders = findHolders(ctx, busy.MountID, v.f.UniqueIDs)
+	}
+	return err
+}
+
+func (e *Executor) undoHere(ctx context.Context, v *view, receipts []Receipt) error {
+	if err := v.checkNamespace(ctx, receipts); err != nil {
+		return err
+	}
+	if err := e.undoMounts(ctx, v, receipts); err != nil {
+		return err
+	}
+	for i := len(receipts) - 1; i >= 0; i-- {
+		created := receipts[i].Created
+		for j := len(created) - 1; j >= 0; j-- {
+			err := e.step("remove created")
+			if err == nil {
+				err = removeCreated(&created[j])
+			}
+			if err != nil {
+				return &Error{i, "remove what was created", err}
+			}
+		}
+	}
+	return nil
+}
+
+// checkNamespace sees that the receipts are of the namespace the thread is in.
+// A unique id that is found here proves it; else the namespace is asked.
+func (v *view) checkNamespace(ctx context.Context, receipts []Receipt) error {
+	here := uint64(0)
+	if v.ns != nil {
+		here = v.ns.ID()
+	}
+	for i := range receipts {
+		r := &receipts[i]
+		if here == 0 && v.f.UniqueIDs {
+			if m, err := v.lookup(ctx, r.MountID); err == nil && m.NS == r.MntnsID {
+				continue
+			}
+		}
+		if here == 0 {
+			var err error
+			if here, err = nsID(nil); err != nil {
+				return &Error{i, "find the namespace", err}
+			}
+		}
+		if r.MntnsID != here {
+			return &Error{i, "find the namespace", ErrForeign}
+		}
+	}
+	return nil
+}
+
+// undoMounts takes the mounts of the receipts away, the last first, and looks
+// for each of them again at the end.
+func (e *Executor) undoMounts(ctx context.Context, v *view, receipts []Receipt) error {
+	for i := len(receipts) - 1; i >= 0; i-- {
+		if err := e.undoOne(ctx, v, i, &receipts[i]); err != nil {
+			return err
+		}
+	}
+	for i := range receipts {
+		r := &receipts[i]
+		if r.MountID == 0 {
+			continue
+		}
+		m, err := v.lookup(ctx, r.MountID)
+		if err == nil && (v.f.UniqueIDs || r.is(&m)) {
+			err = &BusyError{Index: i, MountID: r.MountID, Target: m.Point}
+		}
+		if err != nil && !errors.Is(err, unix.ENOENT) {
+			return &Error{i, "look again", err}
+		}
+	}
+	return nil
+}
+
+// undoOne takes one receipt's mount away, and first those that came with it.
+func (e *Executor) undoOne(ctx context.Context, v *view, i int, r *Receipt) error {
+	t := taking{e: e, ctx: ctx, v: v, index: i}
+	if r.Tree {
+		below, err := v.children(ctx, r.MountID)
+		if err != nil && !errors.Is(err, unix.ENOENT) {
+			return &Error{i, "list the mounts below", err}
+		}
+		// A tree is copied from its root down, so the greater ids are below.
+		slices.Sort(below)
+		for _, id := range slices.Backward(below) {
+			if id <= r.MountID || id >= r.TreeEnd {
+				m, _ := v.lookup(ctx, r.MountID)
+				return &Error{i, "unmount", &BusyError{Index: i, MountID: r.MountID, Target: m.Point, Mounts: []uint64{id}}}
+			}
+			if err := t.take(id, nil); err != nil {
+				return err
+			}
+		}
+	}
+	return t.take(r.MountID, r)
+}
