@@ -103,10 +103,16 @@ func tmpfs(target string) *preparev1alpha1.MountSpec {
 	}
 }
 
+// each runs a test against both executors.
+func each(t *testing.T, test func(*testing.T, *rig, Executor)) {
+	t.Run("plain", func(t *testing.T) { test(t, newRig(t), NewPlain()) })
+	t.Run("reference", func(t *testing.T) { test(t, newRig(t), new(Reference)) })
+}
+
 // serve returns a conformant Server whose records lie in directory.
-func serve(t *testing.T, directory string) *Server {
+func serve(t *testing.T, e Executor, directory string) *Server {
 	t.Helper()
-	s, err := New(NewPlain(), directory)
+	s, err := New(e, directory)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -141,65 +147,71 @@ func undo(p *testingv1alpha1.PerformRequest, receipts []string) *testingv1alpha1
 }
 
 func TestPerformsAListAndUndoesIt(t *testing.T) {
-	r, s := newRig(t), serve(t, "")
-	p := r.request("one", bind("volume", ""), tmpfs("inner"))
-	p.MountSpecs[0].Attributes.Readonly = true
-	answer, err := s.Perform(t.Context(), p)
-	if err != nil {
-		t.Fatal(err)
-	}
-	r.wantPoints("/place", "/place/inner")
-	if err := r.in(func() error {
-		if data, err := os.ReadFile(filepath.Join(r.place(), "data")); err != nil || string(data) != "payload" {
-			t.Errorf("the consumer reads %q, %v", data, err)
-		}
-		if err := os.WriteFile(filepath.Join(r.place(), "data"), nil, 0o644); err == nil {
-			t.Error("the consumer writes to what is read-only")
-		}
-		return os.WriteFile(filepath.Join(r.place(), "inner", "new"), nil, 0o644)
-	}); err != nil {
-		t.Error(err)
-	}
-	for range 2 {
-		if _, err := s.Undo(t.Context(), undo(p, answer.GetReceipts())); err != nil {
+	each(t, func(t *testing.T, r *rig, e Executor) {
+		s := serve(t, e, "")
+		p := r.request("one", bind("volume", ""), tmpfs("inner"))
+		p.MountSpecs[0].Attributes.Readonly = true
+		answer, err := s.Perform(t.Context(), p)
+		if err != nil {
 			t.Fatal(err)
 		}
-		r.wantPoints()
-	}
+		r.wantPoints("/place", "/place/inner")
+		if err := r.in(func() error {
+			if data, err := os.ReadFile(filepath.Join(r.place(), "data")); err != nil || string(data) != "payload" {
+				t.Errorf("the consumer reads %q, %v", data, err)
+			}
+			if err := os.WriteFile(filepath.Join(r.place(), "data"), nil, 0o644); err == nil {
+				t.Error("the consumer writes to what is read-only")
+			}
+			return os.WriteFile(filepath.Join(r.place(), "inner", "new"), nil, 0o644)
+		}); err != nil {
+			t.Error(err)
+		}
+		for range 2 {
+			if _, err := s.Undo(t.Context(), undo(p, answer.GetReceipts())); err != nil {
+				t.Fatal(err)
+			}
+			r.wantPoints()
+		}
+	})
 }
 
 func TestRepeatPerformsNothing(t *testing.T) {
-	r, s := newRig(t), serve(t, "")
-	p := r.request("one", bind("volume", ""))
-	first, err := s.Perform(t.Context(), p)
-	if err != nil {
-		t.Fatal(err)
-	}
-	second, err := s.Perform(t.Context(), p)
-	if err != nil || second.GetReceipts()[0] != first.GetReceipts()[0] {
-		t.Errorf("the repeat answers %v, %v", second, err)
-	}
-	r.wantPoints("/place")
-	if _, err := s.Perform(t.Context(), r.request("one", bind("volume/inner", ""))); status.Code(err) != codes.AlreadyExists {
-		t.Errorf("other arguments under the same id: %v", err)
-	}
+	each(t, func(t *testing.T, r *rig, e Executor) {
+		s := serve(t, e, "")
+		p := r.request("one", bind("volume", ""))
+		first, err := s.Perform(t.Context(), p)
+		if err != nil {
+			t.Fatal(err)
+		}
+		second, err := s.Perform(t.Context(), p)
+		if err != nil || second.GetReceipts()[0] != first.GetReceipts()[0] {
+			t.Errorf("the repeat answers %v, %v", second, err)
+		}
+		r.wantPoints("/place")
+		if _, err := s.Perform(t.Context(), r.request("one", bind("volume/inner", ""))); status.Code(err) != codes.AlreadyExists {
+			t.Errorf("other arguments under the same id: %v", err)
+		}
+	})
 }
 
 func TestMissingTargetComesAndGoes(t *testing.T) {
-	r, s := newRig(t), serve(t, "")
-	p := r.request("one", bind("volume", ""))
-	p.Target.Path = "/new"
-	answer, err := s.Perform(t.Context(), p)
-	if err != nil {
-		t.Fatal(err)
-	}
-	r.wantPoints("/new")
-	if _, err := s.Undo(t.Context(), undo(p, answer.GetReceipts())); err != nil {
-		t.Fatal(err)
-	}
-	if _, err := os.Lstat(filepath.Join(r.root, "new")); !os.IsNotExist(err) {
-		t.Errorf("the target it made is left: %v", err)
-	}
+	each(t, func(t *testing.T, r *rig, e Executor) {
+		s := serve(t, e, "")
+		p := r.request("one", bind("volume", ""))
+		p.Target.Path = "/new"
+		answer, err := s.Perform(t.Context(), p)
+		if err != nil {
+			t.Fatal(err)
+		}
+		r.wantPoints("/new")
+		if _, err := s.Undo(t.Context(), undo(p, answer.GetReceipts())); err != nil {
+			t.Fatal(err)
+		}
+		if _, err := os.Lstat(filepath.Join(r.root, "new")); !os.IsNotExist(err) {
+			t.Errorf("the target it made is left: %v", err)
+		}
+	})
 }
 
 func TestRefusals(t *testing.T) {
@@ -223,10 +235,10 @@ func TestRefusals(t *testing.T) {
 			p.MountSpecs[0] = bind("link/inner", "")
 		}, codes.FailedPrecondition, "source"},
 		{"no such source", func(_ *rig, p *testingv1alpha1.PerformRequest) { p.MountSpecs[0] = bind("none", "") }, codes.FailedPrecondition, "source"},
-		{"a file as a directory", func(_ *rig, p *testingv1alpha1.PerformRequest) { p.MountSpecs[0] = bind("volume/data", "") }, codes.FailedPrecondition, "is_file"},
+		{"a file as a directory", func(_ *rig, p *testingv1alpha1.PerformRequest) { p.MountSpecs[0] = bind("volume/data", "") }, codes.FailedPrecondition, "directory"},
 		{"the mount of the source is missing", func(_ *rig, p *testingv1alpha1.PerformRequest) {
 			p.MountSpecs[0].GetBind().MountFsType = "tmpfs"
-		}, codes.FailedPrecondition, "no mount covers it"},
+		}, codes.FailedPrecondition, "base"},
 		{"no such target in the volume", func(_ *rig, p *testingv1alpha1.PerformRequest) {
 			p.MountSpecs = append(p.MountSpecs, tmpfs("none"))
 		}, codes.FailedPrecondition, "target"},
@@ -245,108 +257,116 @@ func TestRefusals(t *testing.T) {
 		}, codes.Internal, "bogus"},
 	} {
 		t.Run(test.name, func(t *testing.T) {
-			r, s := newRig(t), serve(t, t.TempDir())
-			p := r.request("one", bind("volume", ""))
-			test.change(r, p)
-			_, err := s.Perform(t.Context(), p)
-			if status.Code(err) != test.want || !strings.Contains(err.Error(), test.text) {
-				t.Errorf("got %v, want %s with %q", err, test.want, test.text)
-			}
-			if strings.Contains(err.Error(), "canary") {
-				t.Error("the error shows a secret")
-			}
-			r.wantPoints()
+			each(t, func(t *testing.T, r *rig, e Executor) {
+				s := serve(t, e, t.TempDir())
+				p := r.request("one", bind("volume", ""))
+				test.change(r, p)
+				_, err := s.Perform(t.Context(), p)
+				if status.Code(err) != test.want || !strings.Contains(err.Error(), test.text) {
+					t.Errorf("got %v, want %s with %q", err, test.want, test.text)
+				}
+				if strings.Contains(err.Error(), "canary") {
+					t.Error("the error shows a secret")
+				}
+				r.wantPoints()
+			})
 		})
 	}
 }
 
 func TestBusyMountStaysAndIsReported(t *testing.T) {
-	r, s := newRig(t), serve(t, "")
-	p := r.request("one", bind("volume", ""))
-	answer, err := s.Perform(t.Context(), p)
-	if err != nil {
-		t.Fatal(err)
-	}
-	fd := -1
-	if err := r.in(func() (err error) {
-		fd, err = unix.Open(filepath.Join(r.place(), "data"), unix.O_RDONLY|unix.O_CLOEXEC, 0)
-		return err
-	}); err != nil {
-		t.Fatal(err)
-	}
-	if _, err := s.Undo(t.Context(), undo(p, answer.GetReceipts())); status.Code(err) != codes.FailedPrecondition {
-		t.Errorf("undo of a busy mount: %v", err)
-	}
-	r.wantPoints("/place")
-	if err := unix.Close(fd); err != nil {
-		t.Fatal(err)
-	}
-	if _, err := s.Undo(t.Context(), undo(p, answer.GetReceipts())); err != nil {
-		t.Error(err)
-	}
+	each(t, func(t *testing.T, r *rig, e Executor) {
+		s := serve(t, e, "")
+		p := r.request("one", bind("volume", ""))
+		answer, err := s.Perform(t.Context(), p)
+		if err != nil {
+			t.Fatal(err)
+		}
+		fd := -1
+		if err := r.in(func() (err error) {
+			fd, err = unix.Open(filepath.Join(r.place(), "data"), unix.O_RDONLY|unix.O_CLOEXEC, 0)
+			return err
+		}); err != nil {
+			t.Fatal(err)
+		}
+		if _, err := s.Undo(t.Context(), undo(p, answer.GetReceipts())); status.Code(err) != codes.FailedPrecondition {
+			t.Errorf("undo of a busy mount: %v", err)
+		}
+		r.wantPoints("/place")
+		if err := unix.Close(fd); err != nil {
+			t.Fatal(err)
+		}
+		if _, err := s.Undo(t.Context(), undo(p, answer.GetReceipts())); err != nil {
+			t.Error(err)
+		}
+	})
 }
 
 func TestUndoKeepsWhatABystanderMounted(t *testing.T) {
-	r, s := newRig(t), serve(t, "")
-	p := r.request("one", bind("volume", ""))
-	answer, err := s.Perform(t.Context(), p)
-	if err != nil {
-		t.Fatal(err)
-	}
-	cover := func() error { return unix.Mount("bystander", r.place(), "tmpfs", 0, "size=64k") }
-	uncover := func() error { return unix.Unmount(r.place(), 0) }
-	if err := r.in(cover); err != nil {
-		t.Fatal(err)
-	}
-	if _, err := s.Undo(t.Context(), undo(p, answer.GetReceipts())); status.Code(err) != codes.FailedPrecondition {
-		t.Errorf("undo of a covered mount: %v", err)
-	}
-	r.wantPoints("/place", "/place")
-	if err := r.in(uncover); err != nil {
-		t.Fatal(err)
-	}
-	// Ours is taken away by somebody, and another comes in its place.
-	if err := r.in(uncover); err != nil {
-		t.Fatal(err)
-	}
-	if err := r.in(cover); err != nil {
-		t.Fatal(err)
-	}
-	if _, err := s.Undo(t.Context(), undo(p, answer.GetReceipts())); err != nil {
-		t.Errorf("undo of what is gone: %v", err)
-	}
-	r.wantPoints("/place")
+	each(t, func(t *testing.T, r *rig, e Executor) {
+		s := serve(t, e, "")
+		p := r.request("one", bind("volume", ""))
+		answer, err := s.Perform(t.Context(), p)
+		if err != nil {
+			t.Fatal(err)
+		}
+		cover := func() error { return unix.Mount("bystander", r.place(), "tmpfs", 0, "size=64k") }
+		uncover := func() error { return unix.Unmount(r.place(), 0) }
+		if err := r.in(cover); err != nil {
+			t.Fatal(err)
+		}
+		if _, err := s.Undo(t.Context(), undo(p, answer.GetReceipts())); status.Code(err) != codes.FailedPrecondition {
+			t.Errorf("undo of a covered mount: %v", err)
+		}
+		r.wantPoints("/place", "/place")
+		if err := r.in(uncover); err != nil {
+			t.Fatal(err)
+		}
+		// Ours is taken away by somebody, and another comes in its place.
+		if err := r.in(uncover); err != nil {
+			t.Fatal(err)
+		}
+		if err := r.in(cover); err != nil {
+			t.Fatal(err)
+		}
+		if _, err := s.Undo(t.Context(), undo(p, answer.GetReceipts())); err != nil {
+			t.Errorf("undo of what is gone: %v", err)
+		}
+		r.wantPoints("/place")
+	})
 }
 
 func TestSuccessorRecovers(t *testing.T) {
-	r, directory := newRig(t), t.TempDir()
-	s := serve(t, directory)
-	whole := r.request("whole", bind("volume", ""))
-	if _, err := s.Perform(t.Context(), whole); err != nil {
-		t.Fatal(err)
-	}
-	// Killed after the mounts were attached and before that was recorded.
-	half := r.request("half", bind("volume", ""))
-	half.Target.Path = "/half"
-	if _, err := s.Perform(t.Context(), half); err != nil {
-		t.Fatal(err)
-	}
-	record, _ := s.ledger.get("half")
-	record.Performed = false
-	if err := s.ledger.put("half", record); err != nil {
-		t.Fatal(err)
-	}
-	answer, err := serve(t, directory).Recover(t.Context(), &testingv1alpha1.RecoverRequest{})
-	if err != nil {
-		t.Fatal(err)
-	}
-	if fmt.Sprint(answer.GetPerformed(), answer.GetUndone()) != "[whole] [half]" {
-		t.Errorf("performed %v, undone %v", answer.GetPerformed(), answer.GetUndone())
-	}
-	r.wantPoints("/place")
-	if _, err := os.Lstat(filepath.Join(r.root, "half")); !os.IsNotExist(err) {
-		t.Errorf("the target of what is undone is left: %v", err)
-	}
+	each(t, func(t *testing.T, r *rig, e Executor) {
+		directory := t.TempDir()
+		s := serve(t, e, directory)
+		whole := r.request("whole", bind("volume", ""))
+		if _, err := s.Perform(t.Context(), whole); err != nil {
+			t.Fatal(err)
+		}
+		// Killed after the mounts were attached and before that was recorded.
+		half := r.request("half", bind("volume", ""))
+		half.Target.Path = "/half"
+		if _, err := s.Perform(t.Context(), half); err != nil {
+			t.Fatal(err)
+		}
+		record, _ := s.ledger.get("half")
+		record.Performed = false
+		if err := s.ledger.put("half", record); err != nil {
+			t.Fatal(err)
+		}
+		answer, err := serve(t, e, directory).Recover(t.Context(), &testingv1alpha1.RecoverRequest{})
+		if err != nil {
+			t.Fatal(err)
+		}
+		if fmt.Sprint(answer.GetPerformed(), answer.GetUndone()) != "[whole] [half]" {
+			t.Errorf("performed %v, undone %v", answer.GetPerformed(), answer.GetUndone())
+		}
+		r.wantPoints("/place")
+		if _, err := os.Lstat(filepath.Join(r.root, "half")); !os.IsNotExist(err) {
+			t.Errorf("the target of what is undone is left: %v", err)
+		}
+	})
 }
 
 func TestEveryMutantIsUsableAsEvidence(t *testing.T) {

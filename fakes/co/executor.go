@@ -59,12 +59,17 @@ func (e *RefusedError) Error() string {
 
 // StateError says that a target, a source or a mount is not as it has to be.
 type StateError struct {
-	What string // what was looked at
+	What string // what was looked at, if Err does not say that
 	Err  error  // what was found
 }
 
 // Error names what was looked at and what was found.
-func (e *StateError) Error() string { return fmt.Sprintf("%s: %v", e.What, e.Err) }
+func (e *StateError) Error() string {
+	if e.What == "" {
+		return e.Err.Error()
+	}
+	return fmt.Sprintf("%s: %v", e.What, e.Err)
+}
 
 // Unwrap returns what was found.
 func (e *StateError) Unwrap() error { return e.Err }

@@ -37,12 +37,12 @@ type ledger struct {
 // openLedger reads the records of a predecessor. Those of another boot are
 // void, for no mount outlives a boot.
 func openLedger(directory string) (ledger, error) {
-	boot, err := os.ReadFile("/proc/sys/kernel/random/boot_id")
+	boot, err := bootID()
 	if err != nil {
 		return ledger{}, err
 	}
 	l := ledger{
-		directory: directory, boot: strings.TrimSpace(string(boot)),
+		directory: directory, boot: boot,
 		mu: new(sync.Mutex), records: make(map[string]record),
 	}
 	if directory == "" {
@@ -114,4 +114,9 @@ func (l *ledger) ids() []string {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	return slices.Sorted(maps.Keys(l.records))
+}
+
+func bootID() (string, error) {
+	id, err := os.ReadFile("/proc/sys/kernel/random/boot_id")
+	return strings.TrimSpace(string(id)), err
 }

@@ -50,7 +50,7 @@ type steps struct {
 	// nothing.
 	attach func(p *Plain, at *place, all []made, undo func() error) error
 	// receipts is what is recorded of them.
-	receipts func(ns *mountns.Namespace, at *place, all []made) []receipt
+	receipts func(boot string, ns *mountns.Namespace, at *place, all []made) []receipt
 
 	// order is that in which n mounts are undone.
 	order func(n int) []int
@@ -106,6 +106,10 @@ func (p *Plain) Perform(ctx context.Context, q Performance, journal func([]strin
 	if v := p.validate(q.Specs, q.Request); len(v) > 0 {
 		return nil, &RefusedError{Violations: v}
 	}
+	boot, err := bootID()
+	if err != nil {
+		return nil, err
+	}
 	ns, err := open(q.Target.Namespace)
 	if err != nil {
 		return nil, &StateError{"target.namespace", err}
@@ -134,7 +138,7 @@ func (p *Plain) Perform(ctx context.Context, q Performance, journal func([]strin
 			return &StateError{"target", err}
 		}
 		defer at.close()
-		records := p.receipts(ns, at, all)
+		records := p.receipts(boot, ns, at, all)
 		if receipts, err = encode(records); err != nil {
 			return err
 		}

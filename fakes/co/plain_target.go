@@ -220,11 +220,11 @@ func (at *place) rmdir(name string, file bool) error {
 }
 
 // receiptsOf records the mounts, and with the first what is made for it.
-func receiptsOf(ns *mountns.Namespace, at *place, all []made) []receipt {
+func receiptsOf(boot string, ns *mountns.Namespace, at *place, all []made) []receipt {
 	var receipts []receipt
 	for _, m := range all {
 		receipts = append(receipts, receipt{
-			Version: 1, NSID: ns.ID(), MountID: m.id,
+			Version: 1, BootID: boot, NSID: ns.ID(), MountID: m.id,
 			Kind: string(m.spec.Kind.Name()), Target: path.Join(at.path, m.spec.Target), Created: []string{},
 		})
 	}

@@ -8,6 +8,7 @@ import (
 	"io/fs"
 	"os"
 	"path"
+	"slices"
 
 	"golang.org/x/sys/unix"
 
@@ -19,7 +20,7 @@ var errBusy = errors.New("is in use")
 
 // Undo implements [Executor].
 func (p *Plain) Undo(ctx context.Context, t Target, texts []string) error {
-	receipts, err := decode(texts)
+	receipts, err := living(texts)
 	if err != nil || len(receipts) == 0 {
 		return err
 	}
@@ -145,8 +146,8 @@ func reverse(n int) []int {
 
 // Whole implements [Executor].
 func (p *Plain) Whole(ctx context.Context, t Target, texts []string) (bool, error) {
-	receipts, err := decode(texts)
-	if err != nil {
+	receipts, err := living(texts)
+	if err != nil || len(receipts) < len(texts) {
 		return false, err
 	}
 	ns, err := open(t.Namespace)
@@ -169,6 +170,16 @@ func (p *Plain) Whole(ctx context.Context, t Target, texts []string) (bool, erro
 		return nil
 	})
 	return whole, err
+}
+
+// living returns the receipts of this boot: with another, the mounts ended.
+func living(texts []string) ([]receipt, error) {
+	receipts, err := decode(texts)
+	if err != nil {
+		return nil, err
+	}
+	boot, err := bootID()
+	return slices.DeleteFunc(receipts, func(r receipt) bool { return r.BootID != boot }), err
 }
 
 func decode(texts []string) ([]receipt, error) {

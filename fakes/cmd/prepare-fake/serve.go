@@ -69,16 +69,22 @@ kept in memory, and in --state-dir if that is given: then it survives a restart.
 
 func newCO() *cobra.Command {
 	var endpoint, name, directory string
+	var plain bool
 	cmd := &cobra.Command{
 		Use:   "co --endpoint unix:///PATH",
 		Short: "Serve the executor of mount specs",
 		Long: `co serves csi.prepare.testing.v1alpha1.Performer: it performs mount specs in a
-mount namespace it is told, and undoes them. What it performed is kept in
---state-dir, so that a successor can recover. It needs root and Linux 6.15.`,
+mount namespace it is told, and undoes them, by the reference executor, or with
+--plain by a small one of its own, which the mutants are made of. What it
+performed is kept in --state-dir, so that a successor can recover. It needs root.`,
 		Example: "  prepare-fake co --endpoint unix:///run/fake.sock --state-dir /var/lib/fake --mutant lazy-undo",
 		Args:    cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
-			build := func(directory string) (*co.Server, error) { return co.New(co.NewPlain(), directory) }
+			var executor co.Executor = new(co.Reference)
+			if plain {
+				executor = co.NewPlain()
+			}
+			build := func(directory string) (*co.Server, error) { return co.New(executor, directory) }
 			if name != "" {
 				m, err := find(co.Mutants(), name)
 				if err != nil {
@@ -94,6 +100,7 @@ mount namespace it is told, and undoes them. What it performed is kept in
 		},
 	}
 	addServing(cmd, &endpoint, &name, &directory)
+	cmd.Flags().BoolVar(&plain, "plain", false, "perform by the small executor")
 	return cmd
 }
 
