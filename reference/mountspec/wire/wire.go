@@ -277,12 +277,12 @@ func (l *losses) emptyValues(m *preparev1alpha1.MountSpec) {
 		var name string
 		switch v := p.GetValue().(type) {
 		case *preparev1alpha1.FsParameter_Text:
-			if v != nil && v.Text != "" {
+			if v.Text != "" {
 				continue
 			}
 			name = "text"
 		case *preparev1alpha1.FsParameter_Secret:
-			if v != nil && v.Secret != "" {
+			if v.Secret != "" {
 				continue
 			}
 			name = "secret"
