@@ -11,8 +11,7 @@ import (
 type MountEvent struct {
 	// Mount is the unique id. The namespace is not told.
 	Mount uint64
-	// Attached and Detached are both set for a mount that was moved, or that
-	// came and went before the event was read.
+	// Attached and Detached are both set for a mount that was moved.
 	Attached, Detached bool
 	// Overflow says that the queue was full and events are lost; Mount is 0.
 	Overflow bool
