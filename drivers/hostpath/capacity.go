@@ -3,6 +3,7 @@ package hostpath
 import (
 	"cmp"
 	"context"
+	"errors"
 	"fmt"
 	"slices"
 
@@ -42,44 +43,49 @@ func keeps(r *csi.CapacityRange, v volume) bool {
 // Without a range, grants without a size come first; among sized ones that
 // fit, the smallest.
 func (d *Driver) place(id, name string, r *csi.CapacityRange) (volume, error) {
-	var plain, sized []volume
+	var sized []volume
+	var unknown error // of a sized grant whose filesystem cannot be asked
 	for _, g := range d.config.Grants {
-		if name != "" && g.Name != name {
-			continue
-		}
-		if !g.Sized {
-			if !hasRange(r) {
-				plain = append(plain, volume{Grant: g.Name})
+		switch {
+		case name != "" && g.Name != name:
+		case g.Sized:
+			v, err := d.whole(g)
+			if err != nil {
+				unknown = err
+			} else if keeps(r, v) {
+				sized = append(sized, v)
 			}
-			continue
-		}
-		s, err := g.size()
-		if err != nil {
-			return volume{}, err
-		}
-		v := volume{Grant: g.Name, Capacity: s.available, Ceiling: s.total}
-		if d.holder(g.Name) != "" {
-			// In use: what it would come to when free.
-			v.Capacity = s.total - (s.free - s.available)
-		}
-		if keeps(r, v) {
-			sized = append(sized, v)
+		case !hasRange(r):
+			return volume{Grant: g.Name}, nil
 		}
 	}
 	slices.SortStableFunc(sized, func(a, b volume) int { return cmp.Compare(a.Ceiling, b.Ceiling) })
-	if len(plain) > 0 {
-		return plain[0], nil
-	}
 	for _, v := range sized {
 		if d.takeSized(v.Grant, id) {
 			return v, nil
 		}
 	}
-	if len(sized) > 0 {
+	switch {
+	case unknown != nil:
+		return volume{}, unknown
+	case len(sized) > 0:
 		return volume{}, status.Error(codes.ResourceExhausted, "every sized grant that fits holds a volume; delete one, or have the operator add a sized grant")
 	}
 	return volume{}, status.Error(codes.OutOfRange,
 		"capacity_range: no sized grant is of such a size, and a directory cannot be held to one; leave capacity_range out, or have the operator add a sized grant (GetCapacity tells the largest free one)")
+}
+
+// whole is a volume that has a sized grant to itself.
+func (d *Driver) whole(g Grant) (volume, error) {
+	s, err := g.size()
+	if err != nil {
+		return volume{}, err
+	}
+	v := volume{Grant: g.Name, Capacity: s.available, Ceiling: s.total}
+	if d.holder(g.Name) != "" {
+		v.Capacity = s.total - (s.free - s.available) // as it will be when free
+	}
+	return v, nil
 }
 
 func (d *Driver) takeSized(grant, id string) bool {
@@ -111,13 +117,17 @@ func (d *Driver) holder(grant string) string {
 func (d *Driver) sizedInUse() (map[string]string, error) {
 	taken := map[string]string{}
 	all, err := d.volumes.All()
-	if err != nil {
+	var damaged *server.DamagedError
+	switch {
+	case errors.As(err, &damaged):
 		for _, g := range d.config.Grants {
 			if g.Sized {
 				taken[g.Name] = "unknown"
 			}
 		}
 		return taken, nil
+	case err != nil:
+		return nil, err
 	}
 	for _, e := range all {
 		if g, ok := d.grant(e.Value.Grant); ok && g.Sized {

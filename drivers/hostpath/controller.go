@@ -286,11 +286,12 @@ func (d *Driver) ValidateVolumeCapabilities(_ context.Context, req *csi.Validate
 	if !ok {
 		return nil, errNoVolume
 	}
-	if err := checkCapabilities(req.GetVolumeCapabilities()); err != nil {
-		return &csi.ValidateVolumeCapabilitiesResponse{Message: status.Convert(err).Message()}, nil
+	err = checkCapabilities(req.GetVolumeCapabilities())
+	if err == nil {
+		_, err = d.checkParameters(req.GetParameters())
 	}
-	if _, err := d.checkParameters(req.GetParameters()); err != nil {
-		return &csi.ValidateVolumeCapabilitiesResponse{Message: status.Convert(err).Message()}, nil
+	if refused := status.Convert(err); refused.Code() != codes.OK {
+		return &csi.ValidateVolumeCapabilitiesResponse{Message: refused.Message()}, nil
 	}
 	return &csi.ValidateVolumeCapabilitiesResponse{Confirmed: &csi.ValidateVolumeCapabilitiesResponse_Confirmed{
 		VolumeContext:      req.GetVolumeContext(),
