@@ -20,7 +20,8 @@ type NSInfo struct {
 	// Mounts is the number of mounts attached in it, those included that no
 	// path leads to.
 	Mounts uint32
-	// ID never repeats until the next boot.
+	// ID never repeats until the next boot. Ids do not tell which namespace
+	// was made first: processors take them in batches.
 	ID uint64
 }
 

@@ -218,10 +218,10 @@ func allByInode(t *testing.T, f kernel.Features) map[uint64]bool {
 
 func TestAllFindsNamespacesWithoutAProcess(t *testing.T) {
 	eachKernel(t, func(t *testing.T, f kernel.Features) {
-		holder := namespace(t)
-		byFD := namespace(t)
-		inner := namespace(t) // bound in byFD, which nobody is in
-		bound := namespace(t)
+		made := namespaces(t, 4)
+		holder, byFD := made[0], made[1]
+		inner := made[2] // bound in byFD, which nobody is in
+		bound := made[3]
 		dir := t.TempDir()
 		bind := func(in, what *Namespace, name string) {
 			t.Helper()

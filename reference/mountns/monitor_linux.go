@@ -36,7 +36,8 @@ type Monitor struct {
 // watch is one namespace. A group does not keep it alive, and neither does a
 // watch that has only its id.
 type watch struct {
-	id uint64
+	id     uint64
+	mounts int // how many are attached; none means that the namespace is gone
 
 	// Without mount events:
 	ns        *Namespace
@@ -167,6 +168,7 @@ func (m *Monitor) mark(ctx context.Context, w *watch, n *Namespace) error {
 	for _, id := range ids {
 		m.owner[id] = w.id
 	}
+	w.mounts = len(ids)
 	return nil
 }
 
@@ -201,7 +203,8 @@ func (w *watch) close() {
 	}
 }
 
-// Remove ends the watching of a namespace.
+// Remove ends the watching of a namespace. One that has gone is removed by
+// itself, once the events of its mounts have been returned.
 func (m *Monitor) Remove(n *Namespace) error {
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -374,12 +377,25 @@ func (m *Monitor) interpret(events []Event, r kernel.MountEvent) []Event {
 	case r.Attached && !known:
 		ns = m.locate(r.Mount)
 		m.owner[r.Mount] = ns
+		m.count(ns, 1)
 		return append(events, Event{Namespace: ns, ID: r.Mount, Kind: Attached})
 	case r.Detached && known:
 		delete(m.owner, r.Mount)
+		m.count(ns, -1)
 		return append(events, Event{Namespace: ns, ID: r.Mount, Kind: Detached})
 	}
 	return events
+}
+
+// count keeps the number of a namespace's mounts, and forgets the namespace with
+// the last: the kernel tells of the mounts of a namespace that goes.
+func (m *Monitor) count(ns uint64, change int) {
+	if w := m.watched[ns]; w != nil {
+		if w.mounts += change; w.mounts <= 0 {
+			delete(m.watched, ns)
+			m.removed = true
+		}
+	}
 }
 
 // locate finds the namespace a mount is in, 0 if it is in none of them any more.
@@ -408,6 +424,11 @@ func (m *Monitor) recover(ctx context.Context, events []Event) ([]Event, error) 
 		}
 		for _, id := range ids {
 			there[id] = w.id
+		}
+		w.mounts = len(ids)
+		if len(ids) == 0 {
+			delete(m.watched, w.id)
+			m.removed = true
 		}
 	}
 	for id, ns := range there {

@@ -163,7 +163,8 @@ func adopt(fd int, name string, f kernel.Features) (*Namespace, error) {
 	return n, nil
 }
 
-// ID is the namespace's id, which no other namespace has until the next boot.
+// ID is the namespace's id, which no other namespace has until the next boot. It
+// does not tell which of two was made first.
 // A kernel without such ids (before 6.11) gives [Namespace.Inode] instead,
 // which may be used again when the namespace is gone.
 func (n *Namespace) ID() uint64 { return n.id }

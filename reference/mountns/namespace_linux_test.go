@@ -85,10 +85,8 @@ func TestOnlyMountNamespacesAreOpened(t *testing.T) {
 }
 
 func TestFromFileAndBoundFileAreTheSameNamespace(t *testing.T) {
-	// The kernel binds a namespace only in one that is older, lest two hold
-	// each other.
-	holder := namespace(t)
-	n := namespace(t)
+	made := namespaces(t, 2)
+	holder, n := made[0], made[1]
 	f, err := os.Open("/proc/self/fd/" + strconv.Itoa(n.FD()))
 	must(t, err)
 	again, err := FromFile(f)

@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"os"
 	"os/exec"
+	"slices"
 	"testing"
 
 	"golang.org/x/sys/unix"
@@ -102,6 +103,19 @@ func namespace(t testing.TB, options ...NewOption) *Namespace {
 	must(t, err)
 	t.Cleanup(func() { _ = n.Close() })
 	return n
+}
+
+// namespaces are several, in order of id, which is not that of their making. The
+// kernel binds a namespace only inside one with a smaller id, lest two hold each
+// other.
+func namespaces(t testing.TB, count int) []*Namespace {
+	t.Helper()
+	made := make([]*Namespace, count)
+	for i := range made {
+		made[i] = namespace(t)
+	}
+	slices.SortFunc(made, func(a, b *Namespace) int { return compareIDs(a.id, b.id) })
+	return made
 }
 
 // limited is the same namespace on a kernel with other features.
