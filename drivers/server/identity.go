@@ -15,6 +15,8 @@ type Identity struct {
 	Name string
 	// Capabilities of the plugin.
 	Capabilities []csi.PluginCapability_Service_Type
+	// Expansion is how volumes can be expanded, if at all.
+	Expansion csi.PluginCapability_VolumeExpansion_Type
 }
 
 // GetPluginInfo implements csi.IdentityServer.
@@ -28,6 +30,11 @@ func (i *Identity) GetPluginCapabilities(context.Context, *csi.GetPluginCapabili
 	for _, t := range i.Capabilities {
 		resp.Capabilities = append(resp.Capabilities, &csi.PluginCapability{Type: &csi.PluginCapability_Service_{
 			Service: &csi.PluginCapability_Service{Type: t},
+		}})
+	}
+	if i.Expansion != csi.PluginCapability_VolumeExpansion_UNKNOWN {
+		resp.Capabilities = append(resp.Capabilities, &csi.PluginCapability{Type: &csi.PluginCapability_VolumeExpansion_{
+			VolumeExpansion: &csi.PluginCapability_VolumeExpansion{Type: i.Expansion},
 		}})
 	}
 	return resp, nil

@@ -6,8 +6,6 @@ import (
 	"encoding/json"
 	"fmt"
 	"maps"
-	"os"
-	"path/filepath"
 	"slices"
 
 	"github.com/container-storage-interface/spec/lib/go/csi"
@@ -117,43 +115,7 @@ func (a argumentDigest) differing(b argumentDigest) []string {
 	return fields
 }
 
-// openPreparations opens the records of this boot and removes those of any
-// other: after a reboot every preparation is void, whatever lies on disk.
+// openPreparations opens the records of this boot.
 func openPreparations(s *State, boot string) (*Records[preparation], error) {
-	if !isBootID(boot) {
-		return nil, fmt.Errorf("boot id %q: is not a UUID", boot)
-	}
-	const sub = "preparations"
-	r, err := OpenRecords[preparation](s, sub, boot)
-	if err != nil {
-		return nil, err
-	}
-	boots, err := os.ReadDir(filepath.Join(s.dir, sub))
-	if err != nil {
-		return nil, err
-	}
-	for _, b := range boots {
-		if b.Name() != boot && isBootID(b.Name()) {
-			if err := dropBoot(s, filepath.Join(s.dir, sub, b.Name())); err != nil {
-				return nil, fmt.Errorf("remove the preparations of another boot: %w", err)
-			}
-		}
-	}
-	return r, nil
-}
-
-func dropBoot(s *State, dir string) error {
-	files, err := os.ReadDir(dir)
-	if err != nil {
-		return err
-	}
-	for _, f := range files {
-		if recordFile.MatchString(f.Name()) || isUnfinished(f.Name()) {
-			if err := os.Remove(filepath.Join(dir, f.Name())); err != nil {
-				return err
-			}
-		}
-	}
-	s.log.Info("dropped the preparations of another boot", "count", len(files), "directory", dir)
-	return os.Remove(dir)
+	return OpenBootRecords[preparation](s, "preparations", boot)
 }

@@ -39,6 +39,10 @@ type Config struct {
 	// Flights are shared with the other services of the plugin, with the
 	// volume's id as the key.
 	Flights *Flights
+	// Release, if set, frees what Specs made for a preparation, before
+	// Unprepare answers OK and for a pair that is not known, too: it is OK
+	// where there is nothing. FAILED_PRECONDITION says what is in use.
+	Release func(ctx context.Context, volumeID, prepareID string) error
 	// BootID is BootID() outside tests.
 	BootID string
 	// Kinds the driver may return.
@@ -264,13 +268,18 @@ func (n *NodePrepare) NodeUnprepareVolume(ctx context.Context, req *prepare.Node
 			return nil, err
 		}
 	}
-	return Single(ctx, n.config.Flights, req.GetVolumeId(), func(context.Context) (*prepare.NodeUnprepareVolumeResponse, error) {
+	return Single(ctx, n.config.Flights, req.GetVolumeId(), func(ctx context.Context) (*prepare.NodeUnprepareVolumeResponse, error) {
 		key := Key{req.GetVolumeId(), req.GetPrepareId()}
 		p, known, err := n.preparations.Get(key)
 		// A damaged record is no reason to keep a preparation whose end the
 		// CO asks for: its key is all that is needed.
 		if err == nil && known && p.PreparePath != req.GetPreparePath() {
 			return nil, Invalid("prepare_path", "is not that of the preparation", "use the one NodeListPreparedVolumes shows")
+		}
+		if n.config.Release != nil {
+			if err := n.config.Release(ctx, key.Volume, key.Name); err != nil {
+				return nil, Status(err)
+			}
 		}
 		if err := n.preparations.Delete(key); err != nil {
 			return nil, Status(err)
@@ -311,6 +320,13 @@ func (n *NodePrepare) NodeListPreparedVolumes(_ context.Context, req *prepare.No
 func (n *NodePrepare) Prepared(volumeID string) (bool, error) {
 	found, err := n.preparations.OfVolume(volumeID)
 	return len(found) > 0, err
+}
+
+// PreparedAs tells whether the volume has a preparation of this id, which may
+// be uncertain.
+func (n *NodePrepare) PreparedAs(volumeID, prepareID string) (bool, error) {
+	_, found, err := n.preparations.Get(Key{volumeID, prepareID})
+	return found, err
 }
 
 // PreparedAt tells whether the volume has a preparation at a prepare_path. It
