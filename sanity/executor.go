@@ -1,0 +1,3 @@
+package sanity
+
+var executorSections []writer
