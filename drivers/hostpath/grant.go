@@ -95,9 +95,9 @@ func spaceOf(fd int) (space, error) {
 	if err := unix.Fstatfs(fd, &s); err != nil {
 		return space{}, fmt.Errorf("statfs: %w", err)
 	}
-	unit := int64(s.Frsize)
+	unit := int64(s.Frsize) //nolint:unconvert // its type depends on the architecture
 	if unit == 0 {
-		unit = int64(s.Bsize)
+		unit = int64(s.Bsize) //nolint:unconvert // as above
 	}
 	return space{
 		id:    s.Fsid,

@@ -165,7 +165,7 @@ func (d *Driver) Specs(_ context.Context, req *prepare.NodePrepareVolumeRequest)
 	case err != nil:
 		return nil, err
 	}
-	unix.Close(fd)
+	_ = unix.Close(fd)
 	a, err := attributes("volume_capability", req.GetVolumeCapability(), req.GetReadonly())
 	if err != nil {
 		return nil, err

@@ -61,20 +61,22 @@ func TestKilledInTheMiddle(t *testing.T) {
 	prepared := map[string]bool{}  // answered OK
 	volumes := map[string]string{} // name to id, "" if not answered
 
-	for round := range 12 {
+	for round := range 8 {
 		var (
 			all sync.WaitGroup
 			mu  sync.Mutex
 		)
 		for i := range 4 {
 			name := fmt.Sprintf("r%d-%d", round, i)
-			v := s.create("of-" + name).GetVolumeId()
-			req := s.request(v, name)
+			req := s.request(s.create("of-"+name).GetVolumeId(), name)
 			if i == 0 {
 				req.VolumeId = id
 			}
-			requests[name] = req
-			volumes[name] = ""
+			requests[name], volumes[name] = req, ""
+		}
+		for i := range 4 {
+			name := fmt.Sprintf("r%d-%d", round, i)
+			req := requests[name]
 			all.Go(func() {
 				if _, err := s.prepares.NodePrepareVolume(t.Context(), req); err == nil {
 					mu.Lock()

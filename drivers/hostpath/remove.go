@@ -72,7 +72,7 @@ func removeTree(ctx context.Context, parent int, name string) error {
 // removeContents takes over fd.
 func removeContents(ctx context.Context, fd int) error {
 	dir := os.NewFile(uintptr(fd), "volume")
-	defer func() { dir.Close() }()
+	defer func() { _ = dir.Close() }()
 	self, err := identify(dir, "")
 	if err != nil {
 		return err
@@ -88,7 +88,7 @@ func removeContents(ctx context.Context, fd int) error {
 			if err != nil {
 				return fmt.Errorf("open a directory in %s: %w", where(way), err)
 			}
-			dir.Close()
+			_ = dir.Close()
 			dir = os.NewFile(uintptr(next), down)
 			l, err := identify(dir, down)
 			if err != nil {
@@ -104,7 +104,7 @@ func removeContents(ctx context.Context, fd int) error {
 			if err != nil {
 				return fmt.Errorf("go back to %s: %w", where(way), err)
 			}
-			dir.Close()
+			_ = dir.Close()
 			dir = os.NewFile(uintptr(up), "..")
 			l, err := identify(dir, way[len(way)-1].name)
 			if err != nil {

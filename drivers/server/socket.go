@@ -90,7 +90,7 @@ func openSocketDir(path string) (*os.File, error) {
 		err = fmt.Errorf("anyone may replace files in %s (mode %04o); use a directory of mode 0700", path, info.Mode().Perm())
 	}
 	if err != nil {
-		dir.Close()
+		_ = dir.Close()
 		return nil, err
 	}
 	return dir, nil
@@ -126,7 +126,7 @@ func removeStale(ctx context.Context, path string) error {
 	conn, err := (&net.Dialer{Timeout: time.Second}).DialContext(ctx, "unix", path)
 	switch {
 	case err == nil:
-		conn.Close()
+		_ = conn.Close()
 		return fmt.Errorf("a running process serves %s; stop it or use another endpoint", path)
 	case errors.Is(err, unix.ECONNREFUSED): // nobody has it open any more
 		return os.Remove(path)

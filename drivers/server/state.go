@@ -62,7 +62,7 @@ func (s *State) take() error {
 	if err := unix.Flock(int(f.Fd()), unix.LOCK_EX|unix.LOCK_NB); err != nil {
 		holder := make([]byte, 32)
 		n, _ := f.Read(holder)
-		f.Close()
+		_ = f.Close()
 		if errors.Is(err, unix.EWOULDBLOCK) {
 			return fmt.Errorf("another driver process uses it (pid %s); stop that one, or give this one a directory of its own",
 				bytes.TrimSpace(holder[:n]))
