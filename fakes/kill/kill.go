@@ -161,7 +161,7 @@ func (c Commands) run(ctx context.Context, seat requirement.Actor, arguments []s
 	fake = append(fake, arguments...)
 	suite = append(suite,
 		"--exec", strings.Join(fake, " "),
-		"--work-dir", in("work"), "--report", in("report"), "--seed", strconv.FormatInt(seed, 10))
+		"--work-dir", in("work"), "--report", in("report"), "--seed", strconv.FormatInt(seed, 10), "--timeout", "5s")
 	if only != "" {
 		suite = append(suite, "--id", string(only))
 	}

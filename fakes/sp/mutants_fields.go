@@ -1,7 +1,6 @@
 package sp
 
 import (
-	"fmt"
 	"os"
 	"path/filepath"
 	"regexp"
@@ -49,12 +48,12 @@ var fieldMutants = []Mutant{
 		})),
 	seat("accepts-no-path", mutant.Validation, requirement.PreparePathRequired,
 		"a missing prepare_path is replaced by a directory of the plugin's own choice",
-		asked(func(_ *Server, r *prepareRequest) { r.PreparePath = orElse(r.GetPreparePath(), scratch()) })),
+		asked(func(s *Server, r *prepareRequest) { r.PreparePath = orElse(r.GetPreparePath(), s.scratch()) })),
 	seat("accepts-relative-path", mutant.Validation, requirement.PreparePathAbsolute,
 		"a relative prepare_path is replaced by a directory of the plugin's own choice",
-		asked(func(_ *Server, r *prepareRequest) {
+		asked(func(s *Server, r *prepareRequest) {
 			if r.GetPreparePath() != "" && !filepath.IsAbs(r.GetPreparePath()) {
-				r.PreparePath = scratch()
+				r.PreparePath = s.scratch()
 			}
 		})),
 	seat("accepts-no-performer", mutant.Validation, requirement.PreparePerformerRequired,
@@ -117,8 +116,8 @@ var fieldMutants = []Mutant{
 var outside = regexp.MustCompile(`^\.|[^A-Za-z0-9._-]`)
 
 // scratch is an empty directory of the plugin.
-func scratch() string {
-	directory := filepath.Join(os.TempDir(), fmt.Sprintf("fake-sp-%d", os.Getpid()))
+func (s *Server) scratch() string {
+	directory := filepath.Join(s.config.Grants[s.grant()], "scratch")
 	_ = os.Mkdir(directory, 0o700)
 	return directory
 }

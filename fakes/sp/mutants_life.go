@@ -47,10 +47,8 @@ var lifeMutants = []Mutant{
 					return nil, status.Error(codes.Aborted, "prepare_id: a call for it is pending")
 				}
 				answer, err := next()
-				select {
-				case <-ctx.Done():
+				if cancelled(ctx) {
 					held.swap(key, true)
-				case <-time.After(5 * time.Millisecond):
 				}
 				return answer, err
 			})(s)
@@ -76,10 +74,9 @@ var lifeMutants = []Mutant{
 			instead(func(ctx context.Context, _ *Server, _ *prepareRequest, next func() (*prepareResponse, error)) (*prepareResponse, error) {
 				one <- struct{}{}
 				answer, err := next()
-				select {
-				case <-ctx.Done():
+				if cancelled(ctx) {
 					time.AfterFunc(10*time.Second, func() { <-one })
-				case <-time.After(5 * time.Millisecond):
+				} else {
 					<-one
 				}
 				return answer, err
@@ -106,10 +103,27 @@ var lifeMutants = []Mutant{
 	seat("name-escapes", mutant.Escape, requirement.SecurityIDConfined,
 		"the name of a volume becomes a path: with dots in it a directory is made outside the grant",
 		asked(func(s *Server, r *csi.CreateVolumeRequest) {
-			if strings.Contains(r.GetName(), "../") {
-				_ = os.Mkdir(filepath.Join(s.config.Grants[s.grant()], r.GetName()), 0o700)
+			grant := s.config.Grants[s.grant()]
+			// No further than beside the grant: this is a fake.
+			if escaped := filepath.Join(grant, r.GetName()); filepath.Dir(escaped) == filepath.Dir(grant) && escaped != grant {
+				_ = os.Mkdir(escaped, 0o700)
 			}
 		})),
+}
+
+// cancelled reports whether a caller gives up while its call is at work,
+// which takes long enough for that, and longer if there is a deadline soon.
+func cancelled(ctx context.Context) bool {
+	work := 5 * time.Millisecond
+	if deadline, set := ctx.Deadline(); set && time.Until(deadline) < 100*time.Millisecond {
+		work += 200 * time.Millisecond
+	}
+	select {
+	case <-ctx.Done():
+		return true
+	case <-time.After(work):
+		return false
+	}
 }
 
 // keeping changes what is made durable, and only that.

@@ -13,20 +13,17 @@ import (
 // What the consumer finds is not the volume.
 var volumeMutants = []Mutant{
 	seat("empty-source", mutant.Data, requirement.PrepareVolumeData,
-		"the source is an empty directory made for the call: the consumer starts on nothing, and what it writes goes nowhere",
+		"the source is an empty directory made for the preparation: the consumer starts on nothing, and what it writes goes nowhere",
 		specs(func(s *Server, r *prepareRequest, spec *preparev1alpha1.MountSpec) {
-			spec.GetBind().GetSource().Relative += ".empty"
-			_ = os.Mkdir(s.where(r.GetVolumeId())+".empty", 0o777)
+			scratch := "." + r.GetPrepareId()
+			spec.GetBind().GetSource().Relative += scratch
+			_ = os.Mkdir(s.where(r.GetVolumeId())+scratch, 0o777)
 		})),
 	seat("wrong-volume", mutant.Data, requirement.PrepareVolumeData,
-		"the source is the directory of another volume, as after a lookup by position: two consumers write over each other",
-		specs(func(s *Server, r *prepareRequest, spec *preparev1alpha1.MountSpec) {
+		"the source is the directory of the first volume there is, whichever was asked for: consumers write over each other",
+		specs(func(s *Server, _ *prepareRequest, spec *preparev1alpha1.MountSpec) {
 			s.mu.Lock()
 			defer s.mu.Unlock()
-			for _, id := range slices.Sorted(maps.Keys(s.state.volumes)) {
-				if id != r.GetVolumeId() {
-					spec.GetBind().GetSource().Relative = id
-				}
-			}
+			spec.GetBind().GetSource().Relative = slices.Min(slices.Collect(maps.Keys(s.state.volumes)))
 		})),
 }

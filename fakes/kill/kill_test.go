@@ -1,0 +1,157 @@
+package kill
+
+import (
+	"fmt"
+	"math/rand/v2"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/csi-prepare/csi-prepare/fakes/mutant"
+	"github.com/csi-prepare/csi-prepare/spec/requirement"
+)
+
+// built makes both commands once for all tests.
+var built = sync.OnceValues(func() (Commands, error) {
+	directory, err := os.MkdirTemp("", "kill-test-")
+	if err != nil {
+		return Commands{}, err
+	}
+	c := Commands{Sanity: filepath.Join(directory, "prepare-sanity"), Fake: filepath.Join(directory, "prepare-fake")}
+	for path, of := range map[string]string{c.Sanity: "sanity/cmd/prepare-sanity", c.Fake: "fakes/cmd/prepare-fake"} {
+		if output, err := exec.Command("go", "build", "-o", path, "github.com/csi-prepare/csi-prepare/"+of).CombinedOutput(); err != nil {
+			return c, fmt.Errorf("building %s: %w\n%s", of, err, output)
+		}
+	}
+	return c, nil
+})
+
+func TestMain(m *testing.M) {
+	code := m.Run()
+	if c, err := built(); err == nil || c.Sanity != "" {
+		os.RemoveAll(filepath.Dir(c.Sanity))
+	}
+	os.Exit(code)
+}
+
+func commands(t *testing.T) Commands {
+	t.Helper()
+	if os.Geteuid() != 0 {
+		t.Skip("the suite mounts, and needs root")
+	}
+	c, err := built()
+	if err != nil {
+		t.Fatal(err)
+	}
+	return c
+}
+
+// controls are the conformant fakes.
+var controls = []struct {
+	name      string
+	seat      requirement.Actor
+	arguments []string
+}{
+	{"plugin", requirement.SP, nil},
+	{"plugin that stages", requirement.SP, []string{"--staging"}},
+	{"plugin of before the finer modes", requirement.SP, []string{"--legacy-writers"}},
+	{"reference executor", requirement.CO, nil},
+	{"plain executor", requirement.CO, []string{"--plain"}},
+}
+
+// TestSuitePassesConformantFakes is the other half of the evidence: a suite
+// that fails everything would kill every mutant.
+func TestSuitePassesConformantFakes(t *testing.T) {
+	c := commands(t)
+	runs := 20
+	if testing.Short() {
+		runs = 1
+	}
+	for _, control := range controls {
+		t.Run(control.name, func(t *testing.T) {
+			t.Parallel()
+			for range runs {
+				if err := c.Conformant(t.Context(), control.seat, rand.Int64N(1<<31)+1, control.arguments...); err != nil {
+					t.Fatal(err)
+				}
+			}
+		})
+	}
+}
+
+func TestSuiteKillsEveryMutant(t *testing.T) {
+	c := commands(t)
+	for _, m := range Mutants() {
+		t.Run(m.Name, func(t *testing.T) {
+			t.Parallel()
+			r, err := c.Mutant(t.Context(), m, false)
+			if err != nil {
+				t.Fatal(err)
+			}
+			if !r.Killed {
+				t.Errorf("%s, yet the suite lets it live: %s", m.Story, r.Survived)
+			}
+		})
+	}
+}
+
+// TestMutant judges the judge: a suite that is a script ends in various ways.
+func TestMutant(t *testing.T) {
+	const report = `{"specs": [
+		{"name": "right", "requirements": ["prepare.readonly"], "outcome": "%s"},
+		{"name": "other", "requirements": ["list.forgets"], "outcome": "%s"},
+		{"name": "left out", "requirements": ["list.forgets"], "outcome": "filtered"}]}`
+	m := mutant.Mutant{Name: "m", Actor: requirement.SP, Breaks: requirement.PrepareReadonly}
+	for _, test := range []struct {
+		name           string
+		script, report string
+		killed         bool
+		failed, total  int
+		fails          string
+	}{
+		{name: "the right spec fails", script: "exit 1", report: fmt.Sprintf(report, "failed", "passed"), killed: true, failed: 1, total: 2},
+		{name: "another spec fails", script: "exit 1", report: fmt.Sprintf(report, "passed", "failed"), failed: 1, total: 2},
+		{name: "the suite is content", script: "exit 0", report: fmt.Sprintf(report, "passed", "passed"), total: 2},
+		{name: "a failed spec and exit 0", script: "exit 0", report: fmt.Sprintf(report, "failed", "passed"), failed: 1, total: 2},
+		{name: "could not run", script: "exit 1", report: fmt.Sprintf(report, "could-not-run", "could-not-run")},
+		{name: "no report", script: "exit 2"},
+		{name: "hangs", script: "exec sleep 60", fails: "did not end"},
+	} {
+		t.Run(test.name, func(t *testing.T) {
+			directory := t.TempDir()
+			reportFile := filepath.Join(directory, "report")
+			if err := os.WriteFile(reportFile, []byte(test.report), 0o600); err != nil {
+				t.Fatal(err)
+			}
+			script := "#!/bin/sh\nwhile [ \"$1\" != --report ]; do shift; done\n"
+			if test.report != "" {
+				script += "cp " + reportFile + " \"$2/sanity-m.json\"\n"
+			}
+			suite := filepath.Join(directory, "suite")
+			if err := os.WriteFile(suite, []byte(script+test.script+"\n"), 0o700); err != nil {
+				t.Fatal(err)
+			}
+			c := Commands{Sanity: suite, Fake: "unused", Deadline: 20 * time.Second}
+			if test.fails != "" {
+				c.Deadline = 100 * time.Millisecond
+			}
+			r, err := c.Mutant(t.Context(), m, true)
+			switch {
+			case test.fails == "" && err != nil:
+				t.Fatal(err)
+			case test.fails != "" && (err == nil || !strings.Contains(err.Error(), test.fails)):
+				t.Errorf("got %v, want an error with %q", err, test.fails)
+			}
+			if r.Killed != test.killed || r.FailedSpecs != test.failed || r.TotalSpecs != test.total {
+				t.Errorf("killed %v, %d of %d failed; want %v, %d of %d", r.Killed, r.FailedSpecs, r.TotalSpecs, test.killed, test.failed, test.total)
+			}
+			if !r.Killed && test.fails == "" && r.Survived == "" {
+				t.Error("nothing says why it lives")
+			}
+		})
+	}
+}
