@@ -1,0 +1,387 @@
+package device
+
+import (
+	"bytes"
+	"context"
+	"crypto/rand"
+	"encoding/hex"
+	"errors"
+	"fmt"
+	"io/fs"
+	"os"
+	"path/filepath"
+	"time"
+
+	"golang.org/x/sys/unix"
+)
+
+// Loop is a loop device, as a record keeps it: made before the device is
+// attached, completed after.
+type Loop struct {
+	// Mark is random, and kept by the kernel with the device (lo_file_name):
+	// it tells the device from one that somebody else attached to the same
+	// file, and finds it where a process died before it had the number.
+	Mark     string  `json:"mark"`
+	Readonly bool    `json:"readonly,omitempty"`
+	Backing  Backing `json:"backing"`
+	// Number and Diskseq are those of the device. Diskseq is 0 until
+	// Attach has returned.
+	Number  Number `json:"number"`
+	Diskseq uint64 `json:"diskseq,omitempty"`
+}
+
+// Backing is the identity of what a loop device is attached to.
+type Backing struct {
+	// Device and Inode of a file, as in stat(2).
+	Device uint64 `json:"device,omitempty"`
+	Inode  uint64 `json:"inode,omitempty"`
+	// Rdev of a block device, which then is all there is.
+	Rdev uint64 `json:"rdev,omitempty"`
+}
+
+// BackingOf an open file or block device.
+func BackingOf(f *os.File) (Backing, error) {
+	var st unix.Stat_t
+	if err := unix.Fstat(int(f.Fd()), &st); err != nil {
+		return Backing{}, fmt.Errorf("stat %s: %w", f.Name(), err)
+	}
+	switch st.Mode & unix.S_IFMT {
+	case unix.S_IFREG:
+		return Backing{Device: st.Dev, Inode: st.Ino}, nil
+	case unix.S_IFBLK:
+		return Backing{Rdev: st.Rdev}, nil
+	}
+	return Backing{}, fmt.Errorf("%s: is neither a regular file nor a block device", f.Name())
+}
+
+func (b Backing) is(info *unix.LoopInfo64) bool {
+	if b.Rdev != 0 {
+		return info.Rdevice == b.Rdev
+	}
+	return info.Device == b.Device && info.Inode == b.Inode
+}
+
+const markPrefix = "csi-prepare:"
+
+// NewLoop is the loop device that a file is going to be attached as.
+func NewLoop(backing *os.File, readonly bool) (Loop, error) {
+	b, err := BackingOf(backing)
+	if err != nil {
+		return Loop{}, err
+	}
+	random := make([]byte, 16)
+	rand.Read(random)
+	return Loop{Mark: markPrefix + hex.EncodeToString(random), Readonly: readonly, Backing: b}, nil
+}
+
+// is tells whether a loop device is this one.
+func (l Loop) is(info *unix.LoopInfo64) bool {
+	name, _, _ := bytes.Cut(info.File_name[:], []byte{0})
+	return string(name) == l.Mark && l.Backing.is(info)
+}
+
+// attempts bounds how often another program may take the free device first.
+const attempts = 64
+
+// Attach makes l a device, with direct I/O where the file can do that. It is
+// not detached when this process ends. The kernel's limit of loop devices is
+// ENOSPC.
+func (n *Nodes) Attach(ctx context.Context, l Loop, backing *os.File) (Loop, error) {
+	for range attempts {
+		if err := ctx.Err(); err != nil {
+			return l, err
+		}
+		number, err := n.free()
+		if err != nil {
+			return l, err
+		}
+		err = n.configure(&l, number, backing)
+		if !errors.Is(err, unix.EBUSY) {
+			return l, err
+		}
+	}
+	return l, fmt.Errorf("attach a loop device: others took each free one first: %w", unix.EBUSY)
+}
+
+// free finds a loop device that is not attached, and makes one if there is
+// none.
+func (n *Nodes) free() (Number, error) {
+	text, err := os.ReadFile("/sys/class/misc/loop-control/dev")
+	if err != nil {
+		return Number{}, fmt.Errorf("find the loop driver, is the module loaded? %w", err)
+	}
+	number, err := parseNumber(string(text))
+	if err != nil {
+		return Number{}, err
+	}
+	control, err := n.open(unix.S_IFCHR, "loop-control", number, unix.O_RDWR)
+	if err != nil {
+		return Number{}, err
+	}
+	defer control.Close()
+	index, err := unix.IoctlRetInt(int(control.Fd()), unix.LOOP_CTL_GET_FREE)
+	if err != nil {
+		return Number{}, fmt.Errorf("get a free loop device: %w", err)
+	}
+	text, err = os.ReadFile(fmt.Sprintf("/sys/block/loop%d/dev", index))
+	if err != nil {
+		return Number{}, err
+	}
+	return parseNumber(string(text))
+}
+
+func (n *Nodes) configure(l *Loop, number Number, backing *os.File) error {
+	flags := unix.O_RDWR
+	c := unix.LoopConfig{Fd: uint32(backing.Fd())}
+	c.Info.Flags = unix.LO_FLAGS_DIRECT_IO
+	copy(c.Info.File_name[:], l.Mark)
+	if l.Readonly {
+		// No ioctl(2) on the device takes this from it again, as BLKROSET
+		// with 0 would take away what BLKROSET set.
+		c.Info.Flags |= unix.LO_FLAGS_READ_ONLY
+		flags = unix.O_RDONLY
+	}
+	f, err := n.Open(number, flags)
+	if err != nil {
+		return err
+	}
+	defer f.Close()
+	if err := unix.IoctlLoopConfigure(int(f.Fd()), &c); err != nil {
+		return fmt.Errorf("attach %s: %w", number, err)
+	}
+	// While it is open the device is attached to nothing else.
+	l.Number = number
+	l.Diskseq, err = Diskseq(number)
+	return err
+}
+
+// openIf opens the device that has the number if it is l.
+func (n *Nodes) openIf(l Loop, number Number, flags int) (*os.File, *unix.LoopInfo64, error) {
+	f, err := n.Open(number, flags)
+	if errors.Is(err, unix.ENXIO) || errors.Is(err, unix.ENODEV) {
+		return nil, nil, nil // being detached, or removed
+	}
+	if err != nil {
+		return nil, nil, err
+	}
+	info, err := unix.IoctlLoopGetStatus64(int(f.Fd()))
+	switch {
+	case err == nil && l.is(info):
+		return f, info, nil
+	case err == nil, errors.Is(err, unix.ENXIO), errors.Is(err, unix.ENOTTY), errors.Is(err, unix.EINVAL):
+		f.Close() // not attached, attached to something else, or no loop device
+		return nil, nil, nil
+	}
+	f.Close()
+	return nil, nil, fmt.Errorf("status of %s: %w", number, err)
+}
+
+// Attached tells whether l is still the device that Attach made.
+func (n *Nodes) Attached(l Loop) (bool, error) {
+	f, err := n.OpenLoop(l, unix.O_RDONLY)
+	if f != nil {
+		f.Close()
+	}
+	return f != nil, err
+}
+
+// OpenLoop opens a loop device that Attach returned; nil if it is gone,
+// whatever has its number.
+func (n *Nodes) OpenLoop(l Loop, flags int) (*os.File, error) {
+	if l.Mark == "" || l.Number == (Number{}) {
+		return nil, nil
+	}
+	f, _, err := n.openIf(l, l.Number, flags)
+	if f == nil || err != nil {
+		return nil, err
+	}
+	now, err := Diskseq(l.Number)
+	if err != nil || l.Diskseq != 0 && now != l.Diskseq {
+		f.Close()
+		return nil, err
+	}
+	return f, nil
+}
+
+// loops are the numbers of the loop devices that are attached.
+func loops() ([]Number, error) {
+	// The directory loop is there while the device is attached.
+	found, err := filepath.Glob("/sys/block/loop*/loop")
+	if err != nil {
+		return nil, err
+	}
+	var all []Number
+	for _, dir := range found {
+		text, err := os.ReadFile(filepath.Join(filepath.Dir(dir), "dev"))
+		if errors.Is(err, fs.ErrNotExist) {
+			continue
+		}
+		if err != nil {
+			return nil, err
+		}
+		number, err := parseNumber(string(text))
+		if err != nil {
+			return nil, err
+		}
+		all = append(all, number)
+	}
+	return all, nil
+}
+
+// Find looks for l among all loop devices, by its mark, and returns it with
+// its number: for one whose Attach may have been cut off.
+func (n *Nodes) Find(l Loop) (Loop, bool, error) {
+	if l.Mark == "" {
+		return l, false, nil
+	}
+	all, err := loops()
+	if err != nil {
+		return l, false, err
+	}
+	for _, number := range all {
+		f, _, err := n.openIf(l, number, unix.O_RDONLY)
+		if err != nil {
+			return l, false, err
+		}
+		if f == nil {
+			continue
+		}
+		l.Number = number
+		l.Diskseq, err = Diskseq(number)
+		f.Close()
+		return l, err == nil, err
+	}
+	return l, false, nil
+}
+
+// Others returns the loop devices that are attached to a file and are none of
+// mine: two devices over one file do not see each other's writes.
+func (n *Nodes) Others(b Backing, mine func(Loop) bool) ([]Number, error) {
+	all, err := loops()
+	if err != nil {
+		return nil, err
+	}
+	var others []Number
+	for _, number := range all {
+		f, err := n.Open(number, unix.O_RDONLY)
+		if errors.Is(err, unix.ENXIO) || errors.Is(err, unix.ENODEV) {
+			continue
+		}
+		if err != nil {
+			return nil, err
+		}
+		info, err := unix.IoctlLoopGetStatus64(int(f.Fd()))
+		f.Close()
+		if err != nil || !b.is(info) {
+			continue
+		}
+		name, _, _ := bytes.Cut(info.File_name[:], []byte{0})
+		if !mine(Loop{Mark: string(name), Backing: b, Number: number}) {
+			others = append(others, number)
+		}
+	}
+	return others, nil
+}
+
+// Resize lets the device take the size its file has by now (LOOP_SET_CAPACITY).
+func (n *Nodes) Resize(l Loop) error {
+	f, err := n.OpenLoop(l, unix.O_RDONLY)
+	if err != nil {
+		return err
+	}
+	if f == nil {
+		return fmt.Errorf("resize %s: %w", l.Number, ErrGone)
+	}
+	defer f.Close()
+	if _, err := unix.IoctlRetInt(int(f.Fd()), unix.LOOP_SET_CAPACITY); err != nil {
+		return fmt.Errorf("resize %s: %w", l.Number, err)
+	}
+	return nil
+}
+
+// ErrGone says that a loop device was detached, or that its number belongs to
+// another one.
+var ErrGone = errors.New("the loop device is gone")
+
+// patience is how long a device that is to be detached may be open in another
+// program: those that look at each new device for a moment are no users.
+const patience = 2 * time.Second
+
+// Detach ends l, wherever it is, and is no error if there is none. Where it is
+// in use nothing is changed: a *BusyError. What was written to it is in its
+// file when Detach returns.
+func (n *Nodes) Detach(ctx context.Context, l Loop) error {
+	known, err := n.Attached(l)
+	if err != nil {
+		return err
+	}
+	if !known {
+		// Its number may not have been recorded, or be that of another.
+		found := false
+		if l, found, err = n.Find(l); err != nil || !found {
+			return err
+		}
+	}
+	if err := n.clear(l); err != nil {
+		return err
+	}
+	// LOOP_CLR_FD on a device that somebody has open succeeds, and detaches
+	// it when that one closes it: not proof of anything.
+	ctx, cancel := context.WithTimeout(ctx, patience)
+	defer cancel()
+	for {
+		there, err := n.Attached(l)
+		if err != nil || !there {
+			return err
+		}
+		select {
+		case <-ctx.Done():
+			return n.keep(l)
+		case <-time.After(10 * time.Millisecond):
+		}
+	}
+}
+
+// clear flushes a device that nobody has claimed and asks for its end.
+func (n *Nodes) clear(l Loop) error {
+	flags := unix.O_RDWR
+	if l.Readonly {
+		flags = unix.O_RDONLY
+	}
+	f, err := n.Claim(l.Number, flags)
+	if errors.Is(err, unix.ENXIO) || errors.Is(err, unix.ENODEV) {
+		return nil
+	}
+	if err != nil {
+		return err
+	}
+	defer f.Close()
+	info, err := unix.IoctlLoopGetStatus64(int(f.Fd()))
+	if errors.Is(err, unix.ENXIO) || err == nil && !l.is(info) {
+		return nil
+	}
+	if err != nil {
+		return fmt.Errorf("status of %s: %w", l.Number, err)
+	}
+	if err := f.Sync(); err != nil {
+		return fmt.Errorf("flush %s before it is detached: %w", l.Number, err)
+	}
+	if _, err := unix.IoctlRetInt(int(f.Fd()), unix.LOOP_CLR_FD); err != nil && !errors.Is(err, unix.ENXIO) {
+		return fmt.Errorf("detach %s: %w", l.Number, err)
+	}
+	return nil
+}
+
+// keep takes back what clear asked for.
+func (n *Nodes) keep(l Loop) error {
+	f, info, err := n.openIf(l, l.Number, unix.O_RDONLY)
+	if err != nil || f == nil {
+		return err
+	}
+	defer f.Close()
+	info.Flags &^= unix.LO_FLAGS_AUTOCLEAR
+	if err := unix.IoctlLoopSetStatus64(int(f.Fd()), info); err != nil {
+		return fmt.Errorf("keep %s, which is in use: %w", l.Number, err)
+	}
+	return &BusyError{l.Number, "a process has it open"}
+}

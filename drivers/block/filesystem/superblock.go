@@ -1,0 +1,96 @@
+package filesystem
+
+import (
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"io"
+	"os"
+)
+
+// Usage of a filesystem, in bytes and inodes.
+type Usage struct {
+	Total, Free, Available int64
+	Files, FilesFree       int64
+	// Size of the device that the filesystem takes up.
+	Size int64
+}
+
+// ErrSuperblock says that there is no superblock of the type.
+var ErrSuperblock = errors.New("no superblock of this type")
+
+// ReadUsage reads the superblock of a filesystem that is not mounted; of one
+// that is, the figures are old.
+func ReadUsage(dev io.ReaderAt, t Type) (Usage, error) {
+	place := map[Type]struct{ offset, size int64 }{Ext4: {1024, 1024}, XFS: {0, 512}, Btrfs: {64 << 10, 4096}}[t]
+	sb := make([]byte, place.size)
+	if _, err := dev.ReadAt(sb, place.offset); err != nil {
+		return Usage{}, fmt.Errorf("read the %s superblock: %w", t, err)
+	}
+	u, ok := map[Type]func([]byte) (Usage, bool){Ext4: ext4Usage, XFS: xfsUsage, Btrfs: btrfsUsage}[t](sb)
+	if !ok {
+		return Usage{}, fmt.Errorf("%s: %w", t, ErrSuperblock)
+	}
+	return u, nil
+}
+
+// ext4Usage reads struct ext4_super_block (fs/ext4/ext4.h).
+func ext4Usage(sb []byte) (Usage, bool) {
+	le := binary.LittleEndian
+	shift := le.Uint32(sb[0x18:])
+	if le.Uint16(sb[0x38:]) != 0xef53 || shift > 6 {
+		return Usage{}, false
+	}
+	block := int64(1024) << shift
+	blocks, reserved, free := int64(le.Uint32(sb[4:])), int64(le.Uint32(sb[8:])), int64(le.Uint32(sb[12:]))
+	if le.Uint32(sb[0x60:])&0x80 != 0 { // 64-bit block numbers
+		blocks |= int64(le.Uint32(sb[0x150:])) << 32
+		reserved |= int64(le.Uint32(sb[0x154:])) << 32
+		free |= int64(le.Uint32(sb[0x158:])) << 32
+	}
+	return Usage{
+		Total: blocks * block, Free: free * block, Available: max(0, free-reserved) * block,
+		Files: int64(le.Uint32(sb)), FilesFree: int64(le.Uint32(sb[16:])),
+		Size: blocks * block,
+	}, true
+}
+
+// xfsUsage reads struct xfs_dsb (fs/xfs/libxfs/xfs_format.h).
+func xfsUsage(sb []byte) (Usage, bool) {
+	be := binary.BigEndian
+	if string(sb[:4]) != "XFSB" {
+		return Usage{}, false
+	}
+	block := int64(be.Uint32(sb[4:]))
+	size, free := int64(be.Uint64(sb[8:]))*block, int64(be.Uint64(sb[144:]))*block
+	return Usage{
+		Total: size, Free: free, Available: free,
+		Files: int64(be.Uint64(sb[128:])), FilesFree: int64(be.Uint64(sb[136:])),
+		Size: size,
+	}, true
+}
+
+// btrfsUsage reads struct btrfs_super_block (uapi/linux/btrfs_tree.h).
+func btrfsUsage(sb []byte) (Usage, bool) {
+	le := binary.LittleEndian
+	if string(sb[0x40:0x48]) != "_BHRfS_M" {
+		return Usage{}, false
+	}
+	total, used := int64(le.Uint64(sb[0x70:])), int64(le.Uint64(sb[0x78:]))
+	return Usage{Total: total, Free: total - used, Available: total - used, Size: total}, true
+}
+
+// NeedsGrowth tells whether a filesystem that is not mounted leaves room of
+// the device unused.
+func NeedsGrowth(dev *os.File, t Type) (bool, error) {
+	u, err := ReadUsage(dev, t)
+	if err != nil {
+		return false, err
+	}
+	size, err := dev.Seek(0, io.SeekEnd)
+	if err != nil {
+		return false, err
+	}
+	// mkfs leaves a remainder of less than a block or a stripe.
+	return size-u.Size >= 1<<20, nil
+}
