@@ -175,8 +175,9 @@ func TestValidateReportsAllInOrder(t *testing.T) {
 // TestValidateIsBounded lets a hostile Plugin send a great deal.
 func TestValidateIsBounded(t *testing.T) {
 	specs := make([]Spec, 100_000)
+	bad := Spec{Target: strings.Repeat("/", 1000), Kind: &Extension{TypeURL: strings.Repeat("x", 1000)}}
 	for i := range specs {
-		specs[i] = Spec{Target: strings.Repeat("/", 1000), Kind: &Extension{TypeURL: strings.Repeat("x", 1000)}}
+		specs[i] = bad
 	}
 	found := Validate(specs, everything())
 	if found[0].Requirement != requirement.SpecCount {
