@@ -9,6 +9,7 @@ import (
 	"slices"
 	"strings"
 
+	"github.com/csi-prepare/csi-prepare/reference/kernel"
 	"github.com/csi-prepare/csi-prepare/reference/mountns"
 	"github.com/csi-prepare/csi-prepare/sanity/report"
 	"github.com/csi-prepare/csi-prepare/spec/requirement"
@@ -115,15 +116,20 @@ func appendChanges(lines []string, c mountns.Changes, whose string) []string {
 
 // newMounts returns what was mounted in a namespace since the spec began.
 func (t *trial) newMounts(ctx context.Context, ns *mountns.Namespace) ([]mountns.Mount, error) {
-	ids, err := ns.IDs(ctx, nil)
-	if err != nil {
+	var ids []uint64
+	var err error
+	if f := kernel.Probe(); f.ListmountByNS {
+		// The kernel skips what is older: other namespaces may be huge.
+		ids, err = kernel.ListMounts(t.ids[:0], ns.ID(), kernel.Root, t.before.watermark)
+		t.ids = ids
+	} else if ids, err = ns.IDs(ctx, nil); err == nil {
+		first, _ := slices.BinarySearch(ids, t.before.watermark+1)
+		ids = ids[first:]
+	}
+	if err != nil || len(ids) == 0 {
 		return nil, err
 	}
-	first, _ := slices.BinarySearch(ids, t.before.watermark+1)
-	if first == len(ids) {
-		return nil, nil
-	}
-	return ns.Lookup(ctx, ids[first:]...)
+	return ns.Lookup(ctx, ids...)
 }
 
 // ours keeps the changes that have to do with the run: others may mount and
@@ -277,13 +283,12 @@ func (t *trial) resourceRule() requirement.ID {
 // loops returns the loop devices that are attached, with their files.
 func loops() map[string]string {
 	found := map[string]string{}
-	files, err := filepath.Glob("/sys/block/loop*/loop/backing_file")
-	if err != nil {
-		return found
-	}
-	for _, f := range files {
-		if text, err := os.ReadFile(f); err == nil {
-			found[filepath.Base(filepath.Dir(filepath.Dir(f)))] = strings.TrimSpace(string(text))
+	for _, device := range names("/sys/block") {
+		if !strings.HasPrefix(device, "loop") {
+			continue
+		}
+		if text, err := os.ReadFile("/sys/block/" + device + "/loop/backing_file"); err == nil {
+			found[device] = strings.TrimSpace(string(text))
 		}
 	}
 	return found

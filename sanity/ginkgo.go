@@ -1,9 +1,11 @@
 package sanity
 
 import (
+	"cmp"
 	"encoding/json"
 	"errors"
 	"fmt"
+	"slices"
 	"time"
 
 	"github.com/onsi/ginkgo/v2"
@@ -41,11 +43,18 @@ func Register(c *Config) *Suite {
 }
 
 func (s *Suite) register() {
+	line := 0
+	// Ginkgo orders specs by the place they are written at and shows it; ours
+	// is the sentence of SPEC.md.
+	at := func(anchor requirement.ID) types.CodeLocation {
+		line++
+		return types.CodeLocation{FileName: "SPEC.md", LineNumber: line, CustomMessage: "SPEC.md#" + string(anchor)}
+	}
 	ginkgo.Describe(s.title(), func() {
 		for _, sec := range sections(s.actor) {
-			ginkgo.Context(sec.name, func() {
+			ginkgo.Context(sec.name, at(sec.specs[0].covers[0]), func() {
 				for _, d := range sec.specs {
-					ginkgo.It(d.name, d.covers.labels(), ginkgo.SpecTimeout(specTimeout), s.leaf(d))
+					ginkgo.It(d.name, at(d.covers[0]), d.covers.labels(), ginkgo.SpecTimeout(specTimeout), s.leaf(d))
 				}
 			})
 		}
@@ -135,6 +144,9 @@ func (s *Suite) finish(all ginkgo.Report) error {
 	}
 	var ran int
 	var inBodies time.Duration
+	slices.SortStableFunc(all.SpecReports, func(a, b ginkgo.SpecReport) int {
+		return cmp.Compare(a.LeafNodeLocation.LineNumber, b.LeafNodeLocation.LineNumber)
+	})
 	for _, spec := range all.SpecReports {
 		if spec.LeafNodeType.Is(types.NodeTypeIt) && len(spec.ContainerHierarchyTexts) > 0 && spec.ContainerHierarchyTexts[0] == s.title() {
 			done, how := specOf(spec)

@@ -31,6 +31,7 @@ type trial struct {
 	dir     string
 	journal journal
 	before  *snapshot
+	ids     []uint64 // room for ids of mounts
 	// directories the spec made for the plugin, and nothing else is in dir.
 	directories []string
 	// undo takes away what was made, the last first.
