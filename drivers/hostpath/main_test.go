@@ -76,7 +76,7 @@ func inOwnNamespace(t *testing.T) bool {
 
 // site is what an operator sets up for a driver, and clients of it.
 type site struct {
-	t          *testing.T
+	t          testing.TB
 	dir        string // of all; prepare paths lie in it too
 	config     Config
 	identity   csi.IdentityClient
@@ -85,7 +85,7 @@ type site struct {
 	prepares   prepare.NodePrepareClient
 }
 
-func newSite(t *testing.T, grants ...Grant) *site {
+func newSite(t testing.TB, grants ...Grant) *site {
 	t.Helper()
 	dir, err := os.MkdirTemp("", "hostpath") // short, for the socket
 	if err != nil {

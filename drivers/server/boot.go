@@ -8,7 +8,9 @@ import (
 
 // OpenBootRecords is OpenRecords for what a reboot makes void, whatever lies
 // on disk: preparations, stages, devices. It opens the records of the boot in
-// the directory sub of the state's, and removes those of any other boot.
+// the directory sub of the state's, and removes those of any other boot. They
+// are written without fsync(2), which would cost most of the time of a call:
+// what a crash of the machine leaves half written is removed, not read.
 func OpenBootRecords[T any](s *State, sub, boot string) (*Records[T], error) {
 	if !isBootID(boot) {
 		return nil, fmt.Errorf("boot id %q: is not a UUID", boot)
@@ -17,6 +19,7 @@ func OpenBootRecords[T any](s *State, sub, boot string) (*Records[T], error) {
 	if err != nil {
 		return nil, err
 	}
+	r.oneBoot = true
 	boots, err := os.ReadDir(filepath.Join(s.dir, sub))
 	if err != nil {
 		return nil, err

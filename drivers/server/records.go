@@ -45,10 +45,12 @@ type Entry[T any] struct {
 }
 
 // Records are the durable records of one kind, a JSON file each. A record is
-// replaced as a whole and is on disk when Put returns. Calls for different
-// keys may run at the same time.
+// replaced as a whole: whoever reads it finds the old one or the new one. When
+// Put returns it outlives the process, and the machine too unless the records
+// are those of one boot. Calls for different keys may run at the same time.
 type Records[T any] struct {
-	dir string
+	dir     string
+	oneBoot bool // a reboot makes them void, so nothing is gained by fsync(2)
 
 	mu      sync.RWMutex
 	entries map[string]Entry[T] // by position
@@ -181,19 +183,42 @@ func (r *Records[T]) Put(k Key, v T) error {
 		return fmt.Errorf("record: %w", err)
 	}
 	position := k.Position()
-	// The temporary file is made in the directory itself: $TMPDIR, which
-	// renameio would try first, may be anyone's.
-	err = renameio.WriteFile(r.file(position), append(text, '\n'), 0o600, renameio.WithTempDir(r.dir), renameio.WithStaticPermissions(0o600))
-	if err == nil {
-		err = syncDir(r.dir)
-	}
-	if err != nil {
+	if err := r.write(position, append(text, '\n')); err != nil {
 		return fmt.Errorf("write record: %w", err)
 	}
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	delete(r.damaged, position)
 	r.entries[position] = Entry[T]{k, v}
+	return nil
+}
+
+func (r *Records[T]) write(position string, text []byte) error {
+	if !r.oneBoot {
+		// The temporary file is made in the directory itself: $TMPDIR,
+		// which renameio would try first, may be anyone's.
+		err := renameio.WriteFile(r.file(position), text, 0o600, renameio.WithTempDir(r.dir), renameio.WithStaticPermissions(0o600))
+		if err != nil {
+			return err
+		}
+		return syncDir(r.dir)
+	}
+	// renameio without its fsync: the rename alone keeps the record whole for
+	// every process of this boot.
+	f, err := os.CreateTemp(r.dir, "."+position+".json*")
+	if err != nil {
+		return err
+	}
+	_, err = f.Write(text)
+	if closed := f.Close(); err == nil {
+		err = closed
+	}
+	if err == nil {
+		err = os.Rename(f.Name(), r.file(position))
+	}
+	if err != nil {
+		return errors.Join(err, os.Remove(f.Name()))
+	}
 	return nil
 }
 
@@ -206,7 +231,7 @@ func (r *Records[T]) Delete(k Key) error {
 	case errors.Is(err, fs.ErrNotExist):
 	case err != nil:
 		return fmt.Errorf("remove record: %w", err)
-	default:
+	case !r.oneBoot:
 		if err := syncDir(r.dir); err != nil {
 			return fmt.Errorf("remove record: %w", err)
 		}
