@@ -253,3 +253,15 @@ func TestIdentity(t *testing.T) {
 		t.Errorf("GetPluginCapabilities: %v, %v", caps, err)
 	}
 }
+
+func TestFinishGivesUp(t *testing.T) {
+	hang := make(chan struct{})
+	defer close(hang)
+	if err := Finish(time.Millisecond, func() error { <-hang; return nil }); err == nil || !strings.Contains(err.Error(), "cut off") {
+		t.Errorf("got %v", err)
+	}
+	closed := errors.New("closed")
+	if err := Finish(0, func() error { return closed }); !errors.Is(err, closed) {
+		t.Errorf("got %v", err)
+	}
+}

@@ -88,6 +88,24 @@ func Serve(ctx context.Context, o Options, register func(grpc.ServiceRegistrar))
 	return nil
 }
 
+// Finish runs what waits for the last work of a driver and closes its state,
+// for the end of a process: it gives up after the grace (DefaultGrace if
+// zero), since a filesystem that does not answer must not keep the process.
+// What was cut off can be repeated, as after a crash.
+func Finish(grace time.Duration, closing func() error) error {
+	if grace == 0 {
+		grace = DefaultGrace
+	}
+	done := make(chan error, 1)
+	go func() { done <- closing() }()
+	select {
+	case err := <-done:
+		return err
+	case <-time.After(grace):
+		return fmt.Errorf("work for a volume goes on %v after the last call ended; it is cut off, and can be repeated after the next start", grace)
+	}
+}
+
 // boundCalls gives every call a deadline.
 func boundCalls(limit time.Duration) grpc.UnaryServerInterceptor {
 	return func(ctx context.Context, req any, _ *grpc.UnaryServerInfo, next grpc.UnaryHandler) (any, error) {
