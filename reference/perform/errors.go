@@ -7,6 +7,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"github.com/csi-prepare/csi-prepare/reference/mountns"
 	"github.com/csi-prepare/csi-prepare/reference/mountspec"
 )
 
@@ -79,31 +80,30 @@ type BusyError struct {
 	MountID uint64
 	// Target is where it is attached.
 	Target string
+	// Covered says that the path of the mount leads elsewhere, because
+	// something is mounted over a directory above it: it cannot be reached.
+	Covered bool
 	// Mounts are the mounts on it that are no part of the performance, by
 	// unique id: somebody else's, which are never taken away.
 	Mounts []uint64
-	// Holders are processes found to use it, as far as that could be seen
-	// without waiting. The list may be empty or incomplete.
-	Holders []Holder
-}
-
-// Holder is a process that uses a mount.
-type Holder struct {
-	PID     int
-	Command string // of /proc/PID/comm
-	Uses    string // "cwd", "root", "exe", "fd 7" or "map"
+	// Holders are the processes found to use it, as far as that could be
+	// seen in a fifth of a second: the list may be empty or incomplete.
+	Holders []mountns.Holder
 }
 
 // Error implements error.
 func (e *BusyError) Error() string {
 	var b strings.Builder
 	fmt.Fprintf(&b, "mount %d on %q is in use", e.MountID, e.Target)
+	if e.Covered {
+		b.WriteString(": its path leads elsewhere")
+	}
 	for i, h := range e.Holders {
 		sep := ", "
 		if i == 0 {
 			sep = " by "
 		}
-		fmt.Fprintf(&b, "%sprocess %d (%s, %s)", sep, h.PID, h.Command, h.Uses)
+		b.WriteString(sep + h.String())
 	}
 	for i, id := range e.Mounts {
 		sep := ", "

@@ -46,9 +46,11 @@ type Receipt struct {
 	SpecDigest string `json:"spec_digest"`
 
 	// Tree says that the mount came with the mounts below it. Those have
-	// ids greater than MountID and less than TreeEnd.
-	Tree    bool   `json:"tree,omitempty"`
-	TreeEnd uint64 `json:"tree_end,omitempty"`
+	// ids greater than MountID and less than TreeEnd; where ids are reused,
+	// they are listed in Below, outermost first.
+	Tree    bool     `json:"tree,omitempty"`
+	TreeEnd uint64   `json:"tree_end,omitempty"`
+	Below   []uint64 `json:"below,omitempty"`
 }
 
 // Created is a directory, or an empty file, that was made to attach to.

@@ -222,6 +222,9 @@ func (x *performance) attach(u *unit, s *mountspec.Step) error {
 func (x *performance) rollback(cause error) error {
 	for i := range x.units {
 		x.units[i].closeMount()
+		if i > 0 {
+			closeFD(&x.units[i].target) // it is on the first mount
+		}
 	}
 	if x.attached {
 		if err := x.fillAll(path.Clean(x.target.Path)); err != nil {

@@ -49,26 +49,33 @@ const attempts = 16
 // namespace is done. r is the receipt the mount must agree with where ids are
 // reused, nil for any.
 func (t *taking) take(id uint64, r *Receipt) error {
+	busy := &BusyError{Index: t.index, MountID: id}
 	for n := range attempts {
 		m, err := t.find(id, r)
 		if err != nil || m.ID == 0 {
 			return t.fail("find", err)
 		}
-		switch err := t.try(&m); {
-		case err == unix.EAGAIN:
-			if n > 2 {
-				time.Sleep(time.Duration(n) * 100 * time.Microsecond)
-			}
+		busy.Target = m.Point
+		switch err := t.try(&m); err {
+		case unix.EAGAIN:
+			busy.Covered = false
+		case errCovered:
+			busy.Covered = true
 		default:
 			return t.fail("unmount", err)
 		}
 		if err := t.ctx.Err(); err != nil {
 			return t.fail("unmount", err)
 		}
+		if n > 2 {
+			time.Sleep(time.Duration(n) * 100 * time.Microsecond)
+		}
 	}
-	m, _ := t.v.lookup(t.ctx, id)
-	return t.fail("unmount", &BusyError{Index: t.index, MountID: id, Target: m.Point})
+	return t.fail("unmount", busy)
 }
+
+// errCovered says that the path of a mount leads elsewhere, for now.
+var errCovered = errors.New("covered")
 
 func (t *taking) fail(step string, err error) error {
 	if err == nil {
@@ -121,7 +128,7 @@ func (t *taking) try(m *kernel.MountStat) error {
 	}
 	fd, err := openDir(dir)
 	if err != nil {
-		return t.covered(m, 0, err)
+		return errCovered
 	}
 	defer unix.Close(fd)
 	w, err := t.v.watch()
@@ -130,8 +137,11 @@ func (t *taking) try(m *kernel.MountStat) error {
 	}
 	defer w.close()
 	top, err := kernel.FactsOf(fd, name, t.v.f.UniqueIDs)
-	if err != nil || top.MountID != m.ID {
-		return t.covered(m, top.MountID, err)
+	if err != nil {
+		return errCovered
+	}
+	if top.MountID != m.ID {
+		return t.covered(m, top.MountID)
 	}
 	if err := t.e.step("mark"); err != nil {
 		return err
@@ -209,19 +219,13 @@ func (t *taking) unmountError(m *kernel.MountStat, err error) error {
 	return fmt.Errorf("umount2 %q: %w", m.Point, err)
 }
 
-// covered explains why the path of m does not lead to it.
-func (t *taking) covered(m *kernel.MountStat, top uint64, cause error) error {
-	now, err := t.v.lookup(t.ctx, m.ID)
-	if errors.Is(err, unix.ENOENT) || err == nil && (now.Point != m.Point || now.ParentID != m.ParentID) {
-		return unix.EAGAIN
-	}
-	if top != 0 {
+// covered tells a mount that somebody has stacked something on from one whose
+// path leads elsewhere.
+func (t *taking) covered(m *kernel.MountStat, top uint64) error {
+	if on, err := t.v.lookup(t.ctx, top); err == nil && on.ParentID == m.ID {
 		return t.busyWith(m, []uint64{top})
 	}
-	if errors.Is(cause, unix.EACCES) || errors.Is(cause, unix.EPERM) {
-		return cause
-	}
-	return t.busyWith(m, nil)
+	return errCovered
 }
 
 func (t *taking) busy(m *kernel.MountStat) error {

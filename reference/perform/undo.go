@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"slices"
+	"time"
 
 	"golang.org/x/sys/unix"
 
@@ -52,10 +53,21 @@ func (e *Executor) Undo(ctx context.Context, ns *mountns.Namespace, receipts []R
 		err = ns.Do(ctx, func() error { return e.undoHere(ctx, v, receipts) })
 	}
 	var busy *BusyError
-	if errors.As(err, &busy) && len(busy.Mounts) == 0 {
-		busy.Holders = findHolders(ctx, busy.MountID, v.f.UniqueIDs)
+	if errors.As(err, &busy) && len(busy.Mounts) == 0 && !busy.Covered {
+		busy.Holders = findHolders(ctx, busy.MountID)
 	}
 	return err
+}
+
+// holderTime bounds the search for who keeps a mount busy.
+const holderTime = 200 * time.Millisecond
+
+// findHolders is called where the caller is, in whose /proc the processes are.
+func findHolders(ctx context.Context, mount uint64) []mountns.Holder {
+	ctx, cancel := context.WithTimeout(ctx, holderTime)
+	defer cancel()
+	found, _ := mountns.Holders(ctx, mount) // as many as could be found
+	return found
 }
 
 func (e *Executor) undoHere(ctx context.Context, v *view, receipts []Receipt) error {
@@ -135,21 +147,42 @@ func (e *Executor) undoMounts(ctx context.Context, v *view, receipts []Receipt) 
 func (e *Executor) undoOne(ctx context.Context, v *view, i int, r *Receipt) error {
 	t := taking{e: e, ctx: ctx, v: v, index: i}
 	if r.Tree {
-		below, err := v.children(ctx, r.MountID)
-		if err != nil && !errors.Is(err, unix.ENOENT) {
-			return &Error{i, "list the mounts below", err}
+		below, err := t.below(r)
+		if err != nil {
+			return t.fail("list the mounts below", err)
 		}
-		// A tree is copied from its root down, so the greater ids are below.
-		slices.Sort(below)
 		for _, id := range slices.Backward(below) {
-			if id <= r.MountID || id >= r.TreeEnd {
-				m, _ := v.lookup(ctx, r.MountID)
-				return &Error{i, "unmount", &BusyError{Index: i, MountID: r.MountID, Target: m.Point, Mounts: []uint64{id}}}
-			}
 			if err := t.take(id, nil); err != nil {
 				return err
 			}
 		}
 	}
 	return t.take(r.MountID, r)
+}
+
+// below returns the mounts that came with a recursive bind and are still
+// below it, outermost first. Anybody else's there makes it busy.
+func (t *taking) below(r *Receipt) ([]uint64, error) {
+	m, err := t.find(r.MountID, r)
+	if err != nil || m.ID == 0 {
+		return nil, err
+	}
+	below, err := t.v.children(t.ctx, r.MountID)
+	if err != nil {
+		return nil, err
+	}
+	// A tree is copied from its root down.
+	if t.v.f.UniqueIDs {
+		slices.Sort(below)
+	}
+	for _, id := range below {
+		own := id > r.MountID && id < r.TreeEnd
+		if !t.v.f.UniqueIDs {
+			own = slices.Contains(r.Below, id)
+		}
+		if !own {
+			return nil, t.busyWith(&m, []uint64{id})
+		}
+	}
+	return below, nil
 }

@@ -3,6 +3,7 @@ package perform
 import (
 	"context"
 	"fmt"
+	"slices"
 	"strings"
 
 	"golang.org/x/sys/unix"
@@ -121,10 +122,16 @@ func (x *performance) verify(u *unit, s *mountspec.Step) error {
 	if err != nil {
 		return err
 	}
+	if x.f.UniqueIDs {
+		below = slices.DeleteFunc(below, func(id uint64) bool { return !u.owns(id) })
+	} else {
+		// What the performance itself has attached below has units.
+		below = slices.DeleteFunc(below, func(id uint64) bool {
+			return slices.ContainsFunc(x.units, func(u unit) bool { return u.id == id })
+		})
+		x.done.Receipts[s.Spec].Below = below
+	}
 	for _, id := range below {
-		if id <= u.id || id >= u.treeEnd {
-			continue // of a later spec, or somebody else's
-		}
 		m, err := v.lookup(x.ctx, id)
 		if err != nil {
 			return err
@@ -135,6 +142,9 @@ func (x *performance) verify(u *unit, s *mountspec.Step) error {
 	}
 	return nil
 }
+
+// owns says that a unique id is of the tree that came with a recursive bind.
+func (u *unit) owns(id uint64) bool { return id > u.id && id < u.treeEnd }
 
 func verifyMount(m *kernel.MountStat, parent uint64, s *mountspec.Step, spec *mountspec.Spec) error {
 	if m.ParentID != parent {
