@@ -322,20 +322,31 @@ func (n *Nodes) Detach(ctx context.Context, l Loop) error {
 			return err
 		}
 	}
-	if err := n.clear(l); err != nil {
-		return err
-	}
 	// LOOP_CLR_FD on a device that somebody has open succeeds, and detaches
 	// it when that one closes it: not proof of anything.
 	ctx, cancel := context.WithTimeout(ctx, patience)
 	defer cancel()
-	for {
-		there, err := n.Attached(l)
-		if err != nil || !there {
-			return err
+	for cleared := false; ; {
+		var busy *BusyError
+		if !cleared {
+			switch err := n.clear(l); {
+			case err == nil:
+				cleared = true
+			case !errors.As(err, &busy):
+				return err
+			}
+		}
+		if cleared {
+			there, err := n.Attached(l)
+			if err != nil || !there {
+				return err
+			}
 		}
 		select {
 		case <-ctx.Done():
+			if busy != nil {
+				return busy
+			}
 			return n.keep(l)
 		case <-time.After(10 * time.Millisecond):
 		}

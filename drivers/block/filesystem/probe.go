@@ -123,8 +123,8 @@ func ProveBlank(ctx context.Context, dev, file *os.File) error {
 	if file == nil {
 		return nil
 	}
-	return eachExtent(file, func(from, to int64) error {
-		return readRange(ctx, file, from, to, zero)
+	return Extents(file, func(from, to int64) error {
+		return ReadRange(ctx, file, from, to, zero)
 	})
 }
 
@@ -138,14 +138,16 @@ func readEnds(dev *os.File, see func(data []byte, offset int64) error) error {
 		return fmt.Errorf("size of the device: %w", err)
 	}
 	for _, from := range []int64{0, max(0, size-end)} {
-		if err := readRange(context.Background(), dev, from, min(size, from+end), see); err != nil {
+		if err := ReadRange(context.Background(), dev, from, min(size, from+end), see); err != nil {
 			return err
 		}
 	}
 	return nil
 }
 
-func readRange(ctx context.Context, f *os.File, from, to int64, see func([]byte, int64) error) error {
+// ReadRange hands the bytes of a range to see, a piece at a time. A range that
+// ends early is io.ErrUnexpectedEOF.
+func ReadRange(ctx context.Context, f *os.File, from, to int64, see func([]byte, int64) error) error {
 	buf := make([]byte, 1<<20)
 	for from < to {
 		if err := ctx.Err(); err != nil {
@@ -153,7 +155,7 @@ func readRange(ctx context.Context, f *os.File, from, to int64, see func([]byte,
 		}
 		n, err := f.ReadAt(buf[:min(int64(len(buf)), to-from)], from)
 		if err != nil && !errors.Is(err, io.EOF) || n == 0 {
-			return fmt.Errorf("read the device at byte %d: %w", from, errors.Join(err, io.ErrUnexpectedEOF))
+			return fmt.Errorf("read %s at byte %d: %w", f.Name(), from, errors.Join(err, io.ErrUnexpectedEOF))
 		}
 		if err := see(buf[:n], from); err != nil {
 			return err
@@ -172,8 +174,8 @@ func zero(data []byte, offset int64) error {
 	return nil
 }
 
-// eachExtent calls see for each range of a file that is not a hole.
-func eachExtent(f *os.File, see func(from, to int64) error) error {
+// Extents calls see for each range of a file that is not a hole.
+func Extents(f *os.File, see func(from, to int64) error) error {
 	for at := int64(0); ; {
 		from, err := unix.Seek(int(f.Fd()), at, unix.SEEK_DATA)
 		if errors.Is(err, unix.ENXIO) {

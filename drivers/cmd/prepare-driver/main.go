@@ -13,6 +13,7 @@ import (
 
 	"github.com/spf13/cobra"
 
+	"github.com/csi-prepare/csi-prepare/drivers/block"
 	"github.com/csi-prepare/csi-prepare/drivers/hostpath"
 	"github.com/csi-prepare/csi-prepare/drivers/server"
 )
@@ -47,6 +48,6 @@ NodePrepareVolume with mount specs for the CO to perform, instead of mounting.`,
 		},
 	}
 	cmd.SetFlagErrorFunc(func(_ *cobra.Command, err error) error { return server.UsageError{Err: err} })
-	cmd.AddCommand(hostpath.NewCommand())
+	cmd.AddCommand(hostpath.NewCommand(), block.NewCommand())
 	return cmd
 }

@@ -1,0 +1,420 @@
+package block
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"os"
+
+	"github.com/container-storage-interface/spec/lib/go/csi"
+	"golang.org/x/sys/unix"
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/status"
+
+	"github.com/csi-prepare/csi-prepare/drivers/block/device"
+	"github.com/csi-prepare/csi-prepare/drivers/block/filesystem"
+	"github.com/csi-prepare/csi-prepare/drivers/server"
+)
+
+// stage is the record of a staged volume, for one boot. Staging attaches the
+// volume's file and makes or checks its filesystem; nothing is made at the
+// staging path, which is a key and no more.
+type stage struct {
+	Path string `json:"path"`
+	// Type of the filesystem, empty for a block volume.
+	Type filesystem.Type `json:"type,omitempty"`
+	// Copied is true if another volume may have the same filesystem UUID.
+	Copied bool `json:"copied,omitempty"`
+	// Loop is the device of a volume that is a file.
+	Loop *device.Loop `json:"loop,omitempty"`
+	// Done is true from the end of NodeStageVolume to the beginning of
+	// NodeUnstageVolume. In between a crash leaves something to end.
+	Done bool `json:"done"`
+}
+
+func stageKey(volumeID string) server.Key { return server.Key{Volume: volumeID} }
+
+// viewParameters are flags without which the filesystem may not be mounted.
+func (s stage) viewParameters() []string {
+	if s.Copied && s.Type == filesystem.XFS {
+		return []string{"nouuid"} // xfs refuses to mount one UUID twice
+	}
+	return nil
+}
+
+// NodeStageVolume implements csi.NodeServer.
+func (d *Driver) NodeStageVolume(ctx context.Context, req *csi.NodeStageVolumeRequest) (*csi.NodeStageVolumeResponse, error) {
+	for _, err := range []error{
+		server.Required("volume_id", req.GetVolumeId()),
+		server.AbsolutePath("staging_target_path", req.GetStagingTargetPath()),
+		server.CheckCapability("volume_capability", req.GetVolumeCapability()),
+	} {
+		if err != nil {
+			return nil, err
+		}
+	}
+	return server.Single(ctx, &d.byVolume, req.GetVolumeId(), func(ctx context.Context) (*csi.NodeStageVolumeResponse, error) {
+		if err := d.stage(ctx, req); err != nil {
+			return nil, refusal(err)
+		}
+		return &csi.NodeStageVolumeResponse{}, nil
+	})
+}
+
+func (d *Driver) stage(ctx context.Context, req *csi.NodeStageVolumeRequest) error {
+	const field = "volume_capability"
+	e, err := d.usable(req.GetVolumeId())
+	if err != nil {
+		return err
+	}
+	c := req.GetVolumeCapability()
+	if reason := d.supported(c); reason != "" {
+		return status.Errorf(codes.FailedPrecondition, "%s.%s", field, reason)
+	}
+	key := stageKey(req.GetVolumeId())
+	s, known, err := d.stages.Get(key)
+	if err != nil {
+		return err
+	}
+	if known {
+		if err := sameStage(s, req); err != nil {
+			return err
+		}
+	} else {
+		s = stage{Path: req.GetStagingTargetPath(), Copied: e.Value.Source != nil}
+	}
+	if s.Done {
+		if _, err := readOptions(field, c, s.Type, false); err != nil {
+			return err
+		}
+		_, err := d.deviceOf(ctx, e, &s)
+		return err
+	}
+	err = d.stageDevice(ctx, &e, &s, c)
+	if err != nil {
+		// Whatever it was, a repeat begins anew.
+		err = also(err, d.endStage(context.WithoutCancel(ctx), key, s))
+	}
+	return err
+}
+
+// sameStage refuses a call that differs from the one that staged.
+func sameStage(s stage, req *csi.NodeStageVolumeRequest) error {
+	c := req.GetVolumeCapability()
+	if s.Path != req.GetStagingTargetPath() {
+		return status.Error(codes.FailedPrecondition, "staging_target_path: the volume is staged at another path; use that, or call NodeUnstageVolume with it first")
+	}
+	t := filesystem.Type(c.GetMount().GetFsType())
+	if s.Done && ((c.GetBlock() != nil) != (s.Type == "") || t != "" && t != s.Type) {
+		return status.Error(codes.AlreadyExists, "volume_capability: the volume is staged for another access type or filesystem type; call NodeUnstageVolume first")
+	}
+	return nil
+}
+
+// stageDevice attaches the device, brings it to the state the capability asks
+// for, and records that.
+func (d *Driver) stageDevice(ctx context.Context, e *volumeEntry, s *stage, c *csi.VolumeCapability) error {
+	number, err := d.deviceOf(ctx, *e, s)
+	if err != nil {
+		return err
+	}
+	if err := d.settle(ctx, e, number.Number); err != nil {
+		return err
+	}
+	if c.GetBlock() != nil {
+		// What a consumer of the device does with the filesystem on it is its
+		// own business.
+		if e.Value.Format != nil {
+			e.Value.Format = nil
+			if err := d.volumes.Put(e.Key, e.Value); err != nil {
+				return err
+			}
+		}
+		s.Type = ""
+	} else if s.Type, err = d.ensureFilesystem(ctx, e, number.Number, c); err != nil {
+		return err
+	}
+	if _, err := readOptions("volume_capability", c, s.Type, false); err != nil {
+		return err
+	}
+	s.Done = true
+	return d.stages.Put(stageKey(e.Key.Volume), *s)
+}
+
+// deviceOf returns the device of a volume that is staged or about to be, and
+// attaches it where it is not, or no more: somebody may have detached it.
+func (d *Driver) deviceOf(ctx context.Context, e volumeEntry, s *stage) (device.Loop, error) {
+	if e.Value.Disk != nil {
+		id, err := d.locate(*e.Value.Disk)
+		if err == nil && !s.Done {
+			err = d.stages.Put(stageKey(e.Key.Volume), *s)
+		}
+		return device.Loop{Number: id.Number, Diskseq: id.Diskseq}, err
+	}
+	backing, err := d.files.open(volumeFiles, e.Key.Volume, e.Value.Inode, unix.O_RDWR)
+	if err != nil {
+		return device.Loop{}, err
+	}
+	defer backing.Close()
+	record := func(l *device.Loop) error {
+		s.Loop = l
+		return d.stages.Put(stageKey(e.Key.Volume), *s)
+	}
+	return d.attached(ctx, backing, s.Loop, false, record)
+}
+
+// attached returns the loop device l of a file, or attaches one. The record is
+// on disk before the device is, with the mark that finds it.
+func (d *Driver) attached(ctx context.Context, backing *os.File, l *device.Loop, readonly bool, record func(*device.Loop) error) (device.Loop, error) {
+	if l != nil {
+		there, err := d.nodes.Attached(*l)
+		if err != nil {
+			return *l, err
+		}
+		if there && l.Diskseq != 0 {
+			return *l, nil
+		}
+		found, there, err := d.nodes.Find(*l)
+		if err != nil {
+			return *l, err
+		}
+		if there {
+			return found, record(&found)
+		}
+		d.log.Warn("a loop device of this driver is gone; the file is attached anew", "was", l.Number)
+	}
+	if err := d.unusedByOthers(backing); err != nil {
+		return device.Loop{}, err
+	}
+	fresh, err := device.NewLoop(backing, readonly)
+	if err != nil {
+		return fresh, err
+	}
+	if err := record(&fresh); err != nil {
+		return fresh, err
+	}
+	fresh, err = d.nodes.Attach(ctx, fresh, backing)
+	if err != nil {
+		return fresh, err
+	}
+	return fresh, record(&fresh)
+}
+
+// settle erases what a mkfs that was cut off has left: the device was blank
+// before, and no consumer has had it since.
+func (d *Driver) settle(ctx context.Context, e *volumeEntry, number device.Number) error {
+	if e.Value.Format == nil || e.Value.Format.Made {
+		return nil
+	}
+	dev, err := d.nodes.Claim(number, unix.O_RDWR)
+	if err != nil {
+		return err
+	}
+	defer dev.Close()
+	d.log.Info("erasing a filesystem whose making was cut off", "volume_id", e.Key.Volume, "type", e.Value.Format.Type)
+	if err := filesystem.Erase(ctx, dev); err != nil {
+		return err
+	}
+	e.Value.Format = nil
+	return d.volumes.Put(e.Key, e.Value)
+}
+
+// ensureFilesystem returns the type of the filesystem on the device after it
+// has checked it and let it take the whole device, or made one where there is
+// certainly nothing.
+func (d *Driver) ensureFilesystem(ctx context.Context, e *volumeEntry, number device.Number, c *csi.VolumeCapability) (filesystem.Type, error) {
+	dev, err := d.nodes.Claim(number, unix.O_RDONLY)
+	if err != nil {
+		return "", err
+	}
+	found, err := filesystem.Probe(ctx, dev)
+	dev.Close() // the programs below claim it themselves
+	if err != nil {
+		return "", notFormatted(err)
+	}
+	t, known := found.Filesystem()
+	asked := filesystem.Type(c.GetMount().GetFsType())
+	switch {
+	case found.IsZero() && e.Value.Format != nil:
+		return "", status.Errorf(codes.FailedPrecondition, "volume_id: the driver made a filesystem (%s) on this volume and it is not there any more; nothing is formatted over what was lost", e.Value.Format.Type)
+	case found.IsZero():
+		t = d.typeOf(c)
+		return t, d.format(ctx, e, number, t)
+	case !known:
+		return "", notFormatted(&filesystem.NotBlankError{Found: found.String()})
+	case asked != "" && asked != t:
+		return "", status.Errorf(codes.FailedPrecondition, "volume_capability.mount.fs_type: the volume has a filesystem of type %s, and is not formatted again; ask for that, or for none", t)
+	}
+	return t, d.adopt(ctx, e, number, t)
+}
+
+// notFormatted says why no filesystem was made.
+func notFormatted(reason error) error {
+	var found *filesystem.NotBlankError
+	if errors.As(reason, &found) {
+		return status.Errorf(codes.FailedPrecondition, "volume_id: %v; no filesystem is made over it: use the volume as a block volume, or empty it", reason)
+	}
+	return fmt.Errorf("whether the device is blank cannot be told, so no filesystem is made: %w", reason)
+}
+
+// format makes a filesystem, after the proof that there is nothing.
+func (d *Driver) format(ctx context.Context, e *volumeEntry, number device.Number, t filesystem.Type) error {
+	if err := d.proveBlank(ctx, *e, number); err != nil {
+		return notFormatted(err)
+	}
+	e.Value.Format = &format{Type: t}
+	if err := d.volumes.Put(e.Key, e.Value); err != nil {
+		return err
+	}
+	if err := filesystem.Make(ctx, d.nodes, number, t, d.tools); err != nil {
+		return err
+	}
+	e.Value.Format = &format{Type: t, Made: true}
+	return d.volumes.Put(e.Key, e.Value)
+}
+
+func (d *Driver) proveBlank(ctx context.Context, e volumeEntry, number device.Number) error {
+	dev, err := d.nodes.Claim(number, unix.O_RDONLY)
+	if err != nil {
+		return err
+	}
+	defer dev.Close()
+	if e.Value.Disk != nil {
+		return filesystem.ProveBlank(ctx, dev, nil)
+	}
+	file, err := d.files.open(volumeFiles, e.Key.Volume, e.Value.Inode, unix.O_RDONLY)
+	if err != nil {
+		return err
+	}
+	defer file.Close()
+	return filesystem.ProveBlank(ctx, dev, file)
+}
+
+// adopt checks a filesystem that is there, and lets it grow where the volume
+// was made larger.
+func (d *Driver) adopt(ctx context.Context, e *volumeEntry, number device.Number, t filesystem.Type) error {
+	dev, err := d.nodes.Open(number, unix.O_RDWR)
+	if err != nil {
+		return err
+	}
+	defer dev.Close()
+	if err := filesystem.Check(ctx, dev, t); err != nil {
+		return fmt.Errorf("check the %s: %w", t, err)
+	}
+	needs, err := filesystem.NeedsGrowth(dev, t)
+	if err != nil {
+		return err
+	}
+	if needs {
+		s := stage{Type: t, Copied: e.Value.Source != nil}
+		if err := grow(dev, s); err != nil {
+			return err
+		}
+	}
+	if e.Value.Format == nil {
+		e.Value.Format = &format{Type: t, Made: true}
+		return d.volumes.Put(e.Key, e.Value)
+	}
+	return nil
+}
+
+// grow lets the filesystem of a stage take its whole device.
+func grow(dev *os.File, s stage) error {
+	v, err := filesystem.Open(dev, s.Type, s.viewParameters()...)
+	if err != nil {
+		return err
+	}
+	return errors.Join(v.Grow(), v.Close())
+}
+
+// NodeUnstageVolume implements csi.NodeServer.
+func (d *Driver) NodeUnstageVolume(ctx context.Context, req *csi.NodeUnstageVolumeRequest) (*csi.NodeUnstageVolumeResponse, error) {
+	for _, err := range []error{
+		server.Required("volume_id", req.GetVolumeId()),
+		server.AbsolutePath("staging_target_path", req.GetStagingTargetPath()),
+	} {
+		if err != nil {
+			return nil, err
+		}
+	}
+	return server.Single(ctx, &d.byVolume, req.GetVolumeId(), func(ctx context.Context) (*csi.NodeUnstageVolumeResponse, error) {
+		if err := d.unstage(ctx, req); err != nil {
+			return nil, refusal(err)
+		}
+		return &csi.NodeUnstageVolumeResponse{}, nil
+	})
+}
+
+func (d *Driver) unstage(ctx context.Context, req *csi.NodeUnstageVolumeRequest) error {
+	key := stageKey(req.GetVolumeId())
+	s, known, err := d.stages.Get(key)
+	if err != nil {
+		return err
+	}
+	if !known {
+		// A volume that never was is NOT_FOUND, one that is not staged is OK.
+		e, err := d.find(req.GetVolumeId())
+		if err == nil && e.Key.Volume == "" {
+			err = errNoVolume
+		}
+		return err
+	}
+	if s.Path != req.GetStagingTargetPath() {
+		return status.Error(codes.FailedPrecondition, "staging_target_path: the volume is staged at another path; use that")
+	}
+	prepared, err := d.preparations.Prepared(req.GetVolumeId())
+	if err != nil {
+		return err
+	}
+	if prepared {
+		return status.Error(codes.FailedPrecondition, "volume_id: the volume is prepared; call NodeUnprepareVolume first, NodeListPreparedVolumes shows where")
+	}
+	if s.Loop == nil {
+		if err := d.releaseDisk(req.GetVolumeId()); err != nil {
+			return err
+		}
+	}
+	return d.endStage(ctx, key, s)
+}
+
+// releaseDisk sees that nobody uses a disk, and that what was written is on it.
+func (d *Driver) releaseDisk(volumeID string) error {
+	e, err := d.find(volumeID)
+	if err != nil || e.Value.Disk == nil {
+		return err
+	}
+	id, err := d.locate(*e.Value.Disk)
+	if err != nil {
+		d.log.Warn("unstaged a disk that is gone", "volume_id", volumeID, "error", err)
+		return nil
+	}
+	dev, err := d.nodes.Claim(id.Number, unix.O_RDWR)
+	if err != nil {
+		return err
+	}
+	defer dev.Close()
+	return dev.Sync()
+}
+
+// endStage detaches the device of a stage, whatever the record knows of it,
+// and then forgets it. Where the device is in use all stays as it was.
+func (d *Driver) endStage(ctx context.Context, key server.Key, s stage) error {
+	if s.Loop != nil {
+		done := s.Done
+		if done {
+			// A crash from here on is not to leave a stage without a device.
+			s.Done = false
+			if err := d.stages.Put(key, s); err != nil {
+				return err
+			}
+		}
+		if err := d.nodes.Detach(ctx, *s.Loop); err != nil {
+			if done {
+				s.Done = true
+				return also(err, d.stages.Put(key, s))
+			}
+			return err
+		}
+	}
+	return d.stages.Delete(key)
+}
