@@ -338,3 +338,6 @@ func children(pid int) []string {
 	slices.Sort(found)
 	return found
 }
+
+// difference renders how two tables of one namespace differ.
+func difference(before, after *mountns.Table) string { return mountns.Diff(before, after).String() }

@@ -7,6 +7,8 @@ import (
 	"path/filepath"
 	"slices"
 	"strings"
+
+	"golang.org/x/sys/unix"
 )
 
 // canary is random text that is looked for where it must not be.
@@ -80,4 +82,9 @@ func names(dir string) []string {
 func (t *trial) madeBySuite(path string) bool {
 	return slices.Contains(t.directories, path) ||
 		filepath.Dir(path) == t.Suite.dir && (slices.Contains(t.furniture, filepath.Base(path)) || strings.HasPrefix(filepath.Base(path), "spec-"))
+}
+
+// exchange swaps two names.
+func exchange(a, b string) error {
+	return unix.Renameat2(unix.AT_FDCWD, a, unix.AT_FDCWD, b, unix.RENAME_EXCHANGE)
 }

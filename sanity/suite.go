@@ -68,6 +68,8 @@ type Suite struct {
 	mu     sync.Mutex
 	broken map[requirement.ID]string // the spec that found it first
 	gone   string                    // why no spec can run any more
+	// descriptors counts the namespaces that other processes were given.
+	descriptors int
 }
 
 func newSuite(c *Config) *Suite {
@@ -140,10 +142,7 @@ func (s *Suite) start(ctx context.Context) (err error) {
 			return err
 		}
 	}
-	endpoint := s.config.Endpoint
-	if s.actor == requirement.CO {
-		endpoint = s.config.Performer
-	}
+	endpoint := s.endpoint()
 	if s.clients, err = dial(endpoint, s.config.ControllerEndpoint, s.config.Timeout, s.seen.answer); err != nil {
 		return err
 	}
@@ -344,7 +343,7 @@ func (s *Suite) restart(ctx context.Context) error {
 
 // resume starts the plugin that was killed, and waits until it answers.
 func (s *Suite) resume(ctx context.Context) error {
-	if p := socketPath(s.config.Endpoint); p != "" {
+	if p := socketPath(s.endpoint()); p != "" {
 		// A crash leaves the socket. It is the suite's to remove, in a
 		// directory of the suite's.
 		if err := os.Remove(p); err != nil && !errors.Is(err, os.ErrNotExist) {
@@ -356,7 +355,18 @@ func (s *Suite) resume(ctx context.Context) error {
 	}
 	ctx, cancel := context.WithTimeout(ctx, s.config.ReadyTimeout)
 	defer cancel()
-	return s.await(ctx, s.config.Endpoint, "Probe", func(ctx context.Context) error { return untilReady(ctx, s.clients) })
+	if s.actor == requirement.CO {
+		return s.readyPerformer(ctx, s.endpoint())
+	}
+	return s.await(ctx, s.endpoint(), "Probe", func(ctx context.Context) error { return untilReady(ctx, s.clients) })
+}
+
+// endpoint of who is tested.
+func (s *Suite) endpoint() string {
+	if s.actor == requirement.CO {
+		return s.config.Performer
+	}
+	return s.config.Endpoint
 }
 
 // wanted reports whether the user left the spec in.
@@ -393,8 +403,8 @@ func (s *Suite) goneSince() string {
 
 // checkGone finds out whether the plugin still answers. If it does not, that
 // is kept as the reason why no later spec can run.
-func (s *Suite) checkGone(ctx context.Context, spec string) error {
-	why := s.silence(ctx)
+func (s *Suite) checkGone(spec string) error {
+	why := s.silence()
 	if why == nil {
 		return nil
 	}
@@ -406,7 +416,7 @@ func (s *Suite) checkGone(ctx context.Context, spec string) error {
 	return why
 }
 
-func (s *Suite) silence(ctx context.Context) error {
+func (s *Suite) silence() error {
 	if s.process != nil {
 		// The end of a process is seen a little after that of its socket.
 		select {
@@ -415,7 +425,8 @@ func (s *Suite) silence(ctx context.Context) error {
 		case <-time.After(100 * time.Millisecond):
 		}
 	}
-	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), s.config.Timeout)
+	// This call is the suite's own, and in no spec's journal.
+	ctx, cancel := context.WithTimeout(context.Background(), s.config.Timeout)
 	defer cancel()
 	var err error
 	if s.actor == requirement.CO {

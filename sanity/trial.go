@@ -27,6 +27,8 @@ type trial struct {
 
 	ctx context.Context //nolint:containedctx // of the spec, replaced for its clean-up
 	ns  *mountns.Namespace
+	// nsFile is a descriptor of ns for other processes, 0 if none was needed.
+	nsFile int
 	// dir is the spec's own directory. The plugin sees it too.
 	dir     string
 	journal journal
@@ -152,6 +154,9 @@ func (t *trial) takeAway() *ending {
 // something is still mounted there.
 func (t *trial) tearDown() error {
 	err := t.ns.Close()
+	if t.nsFile != 0 {
+		err = errors.Join(err, unix.Close(t.nsFile))
+	}
 	return errors.Join(err, t.Suite.removeTree(t.dir))
 }
 
@@ -254,7 +259,7 @@ func (t *trial) alive(err error) {
 	default:
 		return
 	}
-	why := t.Suite.checkGone(t.ctx, t.definition.name)
+	why := t.Suite.checkGone(t.definition.name)
 	if why == nil {
 		return
 	}

@@ -54,7 +54,12 @@ func (s *settings) embedExecutor() error {
 	if err != nil {
 		return fmt.Errorf("finding this command: %w", err)
 	}
-	s.config.Exec = []string{self, embeddedExecutor}
+	dir, err := os.MkdirTemp(s.config.WorkDir, "prepare-sanity-executor-")
+	if err != nil {
+		return fmt.Errorf("making a directory for the executor: %w", err)
+	}
+	s.removeWhenDone = dir
+	s.config.Exec = []string{self, embeddedExecutor, dir}
 	s.config.Rerun = "prepare-sanity executor"
 	return nil
 }
@@ -75,11 +80,11 @@ func newEmbedded() *cobra.Command {
 
 func newEmbeddedExecutor() *cobra.Command {
 	return &cobra.Command{
-		Use: embeddedExecutor, Hidden: true, Args: cobra.NoArgs,
-		RunE: func(cmd *cobra.Command, _ []string) error {
+		Use: embeddedExecutor + " DIRECTORY", Hidden: true, Args: cobra.ExactArgs(1),
+		RunE: func(cmd *cobra.Command, args []string) error {
 			ctx, stop := signal.NotifyContext(cmd.Context(), unix.SIGTERM, unix.SIGINT)
 			defer stop()
-			s, err := co.New(new(co.Reference), "")
+			s, err := co.New(new(co.Reference), args[0])
 			if err != nil {
 				return err
 			}

@@ -62,7 +62,11 @@ that the suite can perform its mount specs as a CO would.`,
 				}
 				defer os.RemoveAll(s.removeWhenDone)
 			}
-			return s.run(cmd, s.driver)
+			name := s.driver
+			if (s.config.Endpoint != "" || s.exec != "") && !cmd.Flags().Changed("driver") {
+				name = ""
+			}
+			return s.run(cmd, name)
 		},
 	}
 	f := cmd.Flags()
@@ -101,6 +105,7 @@ executor.`,
 				if err := s.embedExecutor(); err != nil {
 					return err
 				}
+				defer os.RemoveAll(s.removeWhenDone)
 			}
 			if s.config.Performer == "" {
 				s.config.Performer = "new"
@@ -180,6 +185,9 @@ func (s *settings) run(cmd *cobra.Command, name string) error {
 		return err
 	}
 	plugin, version := suite.Plugin()
+	if name == "" {
+		name = fileName(plugin)
+	}
 	progress.Total = suite.Total()
 	fmt.Fprintf(out, "Testing %s against SPEC.md, %d specs, seed %d.\n\n", strings.TrimSpace(plugin+" "+version), progress.Total, suite.Seed())
 	// Ginkgo's own reporter would show each failure a second time.
@@ -290,6 +298,16 @@ func (s *settings) write(r *report.Report, name string) error {
 		}
 	}
 	return nil
+}
+
+// fileName turns the name of a plugin into part of a file's.
+func fileName(plugin string) string {
+	return strings.Map(func(r rune) rune {
+		if r >= 'a' && r <= 'z' || r >= 'A' && r <= 'Z' || r >= '0' && r <= '9' || r == '.' || r == '-' {
+			return r
+		}
+		return '_'
+	}, plugin)
 }
 
 // rerunOf is the command line without what a repeat has values of its own
