@@ -247,5 +247,5 @@ func Run(ctx context.Context, c Config) error {
 		return err
 	}
 	err = server.Serve(ctx, server.Options{Endpoint: c.Endpoint, Log: c.Log, Grace: c.Grace}, d.Register)
-	return errors.Join(err, d.Close())
+	return errors.Join(err, server.Finish(c.Grace, d.Close))
 }

@@ -102,20 +102,20 @@ func (o options) rendered() []string {
 // file or lets one consumer halt the node.
 var parameterWords = map[filesystem.Type]map[string]*regexp.Regexp{
 	filesystem.Ext4: {
-		"discard": nil, "nodiscard": nil, "lazytime": nil, "sync": nil, "dirsync": nil,
+		"discard": nil, "nodiscard": nil,
 		"errors": regexp.MustCompile(`^(continue|remount-ro)$`),
 		"data":   regexp.MustCompile(`^(ordered|journal|writeback)$`),
 		"commit": regexp.MustCompile(`^[1-9][0-9]{0,3}$`),
 	},
 	filesystem.XFS: {
-		"discard": nil, "nodiscard": nil, "lazytime": nil, "sync": nil, "dirsync": nil, "wsync": nil,
+		"discard": nil, "nodiscard": nil, "wsync": nil,
 		"largeio": nil, "nolargeio": nil, "inode32": nil, "inode64": nil, "swalloc": nil, "nouuid": nil,
 		"allocsize": regexp.MustCompile(`^[1-9][0-9]{0,9}[kmg]?$`),
 		"logbufs":   regexp.MustCompile(`^[2-8]$`),
 		"logbsize":  regexp.MustCompile(`^(16|32|64|128|256)k$`),
 	},
 	filesystem.Btrfs: {
-		"discard": regexp.MustCompile(`^(sync|async)$`), "nodiscard": nil, "lazytime": nil, "sync": nil, "dirsync": nil,
+		"discard": regexp.MustCompile(`^(sync|async)$`), "nodiscard": nil,
 		"ssd": nil, "nossd": nil, "autodefrag": nil, "noautodefrag": nil,
 		"compress":       regexp.MustCompile(`^(no|lzo|(zlib|zstd)(:[0-9]{1,2})?)$`),
 		"compress-force": regexp.MustCompile(`^(lzo|(zlib|zstd)(:[0-9]{1,2})?)$`),

@@ -213,10 +213,10 @@ func (d *Driver) NodeExpandVolume(ctx context.Context, req *csi.NodeExpandVolume
 	if _, _, err := d.volumePath(req.GetVolumeId(), req.GetVolumePath()); err != nil {
 		return nil, err
 	}
-	return server.Single(ctx, &d.byVolume, req.GetVolumeId(), func(context.Context) (*csi.NodeExpandVolumeResponse, error) {
+	return server.Single(ctx, &d.byVolume, req.GetVolumeId(), func(ctx context.Context) (*csi.NodeExpandVolumeResponse, error) {
 		e, s, err := d.volumePath(req.GetVolumeId(), req.GetVolumePath())
 		if err == nil {
-			err = d.follow(e, s, req.GetCapacityRange())
+			err = d.follow(ctx, e, s, req.GetCapacityRange())
 		}
 		if err != nil {
 			return nil, refusal(err)
@@ -227,7 +227,7 @@ func (d *Driver) NodeExpandVolume(ctx context.Context, req *csi.NodeExpandVolume
 
 // follow lets the devices of a volume, and the filesystem, take the size of
 // its file.
-func (d *Driver) follow(e volumeEntry, s stage, r *csi.CapacityRange) error {
+func (d *Driver) follow(ctx context.Context, e volumeEntry, s stage, r *csi.CapacityRange) error {
 	if !within(r, e.Value.Capacity) {
 		return status.Errorf(codes.OutOfRange, "capacity_range: the volume has %d bytes; call ControllerExpandVolume first", e.Value.Capacity)
 	}
@@ -254,5 +254,9 @@ func (d *Driver) follow(e volumeEntry, s stage, r *csi.CapacityRange) error {
 	if s.Type == "" {
 		return nil
 	}
-	return grow(dev, s)
+	err = filesystem.Grow(ctx, dev, s.Loop.Number, s.Type, s.viewParameters()...)
+	if errors.Is(err, filesystem.ErrPrivilege) {
+		return status.Error(codes.FailedPrecondition, "volume_id: "+err.Error())
+	}
+	return err
 }

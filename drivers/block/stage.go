@@ -307,7 +307,7 @@ func (d *Driver) adopt(ctx context.Context, e *volumeEntry, number device.Number
 	}
 	if needs {
 		s := stage{Type: t, Copied: e.Value.Source != nil}
-		if err := grow(dev, s); err != nil {
+		if err := filesystem.Grow(ctx, dev, number, t, s.viewParameters()...); err != nil {
 			return err
 		}
 	}
@@ -316,15 +316,6 @@ func (d *Driver) adopt(ctx context.Context, e *volumeEntry, number device.Number
 		return d.volumes.Put(e.Key, e.Value)
 	}
 	return nil
-}
-
-// grow lets the filesystem of a stage take its whole device.
-func grow(dev *os.File, s stage) error {
-	v, err := filesystem.Open(dev, s.Type, s.viewParameters()...)
-	if err != nil {
-		return err
-	}
-	return errors.Join(v.Grow(), v.Close())
 }
 
 // NodeUnstageVolume implements csi.NodeServer.

@@ -43,6 +43,10 @@ const onDescriptor = "/proc/self/fd/3"
 // would never see the end of it otherwise.
 const toolLimit = 10 * time.Minute
 
+// mustEnd are the programs that cannot be begun again where they were cut off.
+// They claim the device until they have ended.
+var mustEnd = map[string]bool{"resize2fs": true}
+
 // ToolError tells of a program that failed.
 type ToolError struct {
 	Name   string
@@ -76,7 +80,7 @@ func lookUp(name string) (string, error) {
 
 // Missing names the programs that are needed for a type and not installed.
 func Missing(t Type) []string {
-	need := map[Type][]string{Ext4: {"blkid", "mkfs.ext4", "e2fsck"}, XFS: {"blkid", "mkfs.xfs"}, Btrfs: {"blkid", "mkfs.btrfs"}}
+	need := map[Type][]string{Ext4: {"blkid", "mkfs.ext4", "e2fsck", "resize2fs"}, XFS: {"blkid", "mkfs.xfs"}, Btrfs: {"blkid", "mkfs.btrfs"}}
 	var missing []string
 	for _, name := range need[t] {
 		if _, err := lookUp(name); err != nil {
@@ -102,11 +106,13 @@ func run(ctx context.Context, dev *os.File, name string, args ...string) (string
 	// Pipes alone: /dev/null may be missing.
 	cmd.Stdin, cmd.Stdout, cmd.Stderr = strings.NewReader(""), &out, &reasons
 	cmd.ExtraFiles = []*os.File{dev}
-	// One that outlives this process would still be writing when the next
-	// process looks at the device. The signal comes when the thread ends.
-	cmd.SysProcAttr = &syscall.SysProcAttr{Pdeathsig: syscall.SIGKILL}
-	runtime.LockOSThread()
-	defer runtime.UnlockOSThread()
+	if !mustEnd[name] {
+		// One that outlives this process would still be writing when the next
+		// process looks at the device. The signal comes when the thread ends.
+		cmd.SysProcAttr = &syscall.SysProcAttr{Pdeathsig: syscall.SIGKILL}
+		runtime.LockOSThread()
+		defer runtime.UnlockOSThread()
+	}
 	err = cmd.Run()
 	if err == nil && name == "blkid" && reasons.Len() > 0 {
 		err = errors.New("exit status 0, with a warning")

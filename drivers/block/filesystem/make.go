@@ -53,7 +53,11 @@ func Check(ctx context.Context, dev *os.File, t Type) error {
 	if t != Ext4 {
 		return nil
 	}
-	_, err := run(ctx, dev, "e2fsck", "-p", onDescriptor)
+	return check(ctx, dev, "-p")
+}
+
+func check(ctx context.Context, dev *os.File, flags ...string) error {
+	_, err := run(ctx, dev, "e2fsck", append(flags, onDescriptor)...)
 	var failed *ToolError
 	if errors.As(err, &failed) && failed.Code > 0 && failed.Code&^(fsckCorrected|fsckReboot) == 0 {
 		return nil

@@ -1,6 +1,7 @@
 package filesystem
 
 import (
+	"context"
 	"errors"
 	"fmt"
 	"os"
@@ -126,9 +127,38 @@ type btrfsVolume struct {
 	name [4088]byte
 }
 
-// Grow lets the filesystem take all of its device, also while it is in use.
-// It is no error if there is nothing to take.
-func (v *View) Grow() error {
+// Grow lets the filesystem on a device take all of it, also while it is in use.
+// It is no error if there is nothing to take. parameters are those of its
+// other mounts.
+//
+// The kernel does it, journaled. It lets ext4 grow only for CAP_SYS_RESOURCE:
+// without that resize2fs does it, and not while the filesystem is mounted.
+func Grow(ctx context.Context, dev *os.File, number device.Number, t Type, parameters ...string) error {
+	v, err := Open(dev, t, parameters...)
+	if err != nil {
+		return err
+	}
+	if err = errors.Join(v.grow(), v.Close()); t != Ext4 || !errors.Is(err, unix.EPERM) {
+		return err
+	}
+	mounted, failed := Mounted(number, t)
+	if failed != nil {
+		return failed
+	}
+	if mounted {
+		return ErrPrivilege
+	}
+	if err := check(ctx, dev, "-f", "-p"); err != nil {
+		return err
+	}
+	_, err = run(ctx, dev, "resize2fs", onDescriptor)
+	return err
+}
+
+// ErrPrivilege says that a mounted ext4 cannot grow.
+var ErrPrivilege = errors.New("ext4 grows while it is mounted only for a process with CAP_SYS_RESOURCE, which this one lacks; it grows when the volume is staged again")
+
+func (v *View) grow() error {
 	size, err := device.Size(v.dev)
 	if err != nil {
 		return err
