@@ -121,10 +121,10 @@ type Driver struct {
 	tools string
 	types []filesystem.Type // with all programs installed
 
-	volumes      *server.Records[volume]
-	snapshots    *server.Records[snapshot]
-	stages       *server.Records[stage]
-	uses         *server.Records[use]
+	volumes      records[volume]
+	snapshots    records[snapshot]
+	stages       records[stage]
+	uses         records[use]
 	preparations *server.NodePrepare
 	// byVolume is keyed by the id of a volume or snapshot, byName by the
 	// name of CreateVolume or CreateSnapshot.
@@ -182,16 +182,16 @@ func (d *Driver) load() (err error) {
 		}
 		d.types = append(d.types, t)
 	}
-	if d.volumes, err = server.OpenRecords[volume](d.state, "volumes"); err != nil {
+	if d.volumes.Records, err = server.OpenRecords[volume](d.state, "volumes"); err != nil {
 		return err
 	}
-	if d.snapshots, err = server.OpenRecords[snapshot](d.state, "snapshots"); err != nil {
+	if d.snapshots.Records, err = server.OpenRecords[snapshot](d.state, "snapshots"); err != nil {
 		return err
 	}
-	if d.stages, err = server.OpenBootRecords[stage](d.state, "stages", d.config.BootID); err != nil {
+	if d.stages.Records, err = server.OpenBootRecords[stage](d.state, "stages", d.config.BootID); err != nil {
 		return err
 	}
-	if d.uses, err = server.OpenBootRecords[use](d.state, "uses", d.config.BootID); err != nil {
+	if d.uses.Records, err = server.OpenBootRecords[use](d.state, "uses", d.config.BootID); err != nil {
 		return err
 	}
 	d.preparations, err = server.NewNodePrepare(server.Config{

@@ -156,6 +156,7 @@ func (d *Driver) eraseDisk(ctx context.Context, k disk) error {
 		return err
 	}
 	defer dev.Close()
+	before("erase")
 	return filesystem.Erase(ctx, dev)
 }
 

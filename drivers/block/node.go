@@ -192,6 +192,7 @@ func (d *Driver) enlarge(id string, r *csi.CapacityRange) (int64, error) {
 		return 0, err
 	}
 	defer f.Close()
+	before("enlarge the file")
 	if err := f.Truncate(size); err != nil {
 		return 0, fmt.Errorf("enlarge the file of the volume: %w", err)
 	}
@@ -240,6 +241,7 @@ func (d *Driver) follow(ctx context.Context, e volumeEntry, s stage, r *csi.Capa
 		return err
 	}
 	defer dev.Close()
+	before("enlarge the device")
 	if err := d.nodes.Resize(*s.Loop); err != nil {
 		return err
 	}
@@ -254,6 +256,7 @@ func (d *Driver) follow(ctx context.Context, e volumeEntry, s stage, r *csi.Capa
 	if s.Type == "" {
 		return nil
 	}
+	before("grow the filesystem")
 	err = filesystem.Grow(ctx, dev, s.Loop.Number, s.Type, s.viewParameters()...)
 	if errors.Is(err, filesystem.ErrPrivilege) {
 		return status.Error(codes.FailedPrecondition, "volume_id: "+err.Error())

@@ -229,6 +229,7 @@ func (d *Driver) release(ctx context.Context, volumeID, prepareID string) error 
 		return err
 	}
 	if u.Loop != nil {
+		before("detach")
 		if err := d.nodes.Detach(ctx, *u.Loop); err != nil {
 			return refusal(err)
 		}

@@ -193,6 +193,7 @@ func (d *Driver) attached(ctx context.Context, backing *os.File, l *device.Loop,
 	if err := record(&fresh); err != nil {
 		return fresh, err
 	}
+	before("attach")
 	fresh, err = d.nodes.Attach(ctx, fresh, backing)
 	if err != nil {
 		return fresh, err
@@ -212,6 +213,7 @@ func (d *Driver) settle(ctx context.Context, e *volumeEntry, number device.Numbe
 	}
 	defer dev.Close()
 	d.log.Info("erasing a filesystem whose making was cut off", "volume_id", e.Key.Volume, "type", e.Value.Format.Type)
+	before("erase")
 	if err := filesystem.Erase(ctx, dev); err != nil {
 		return err
 	}
@@ -266,6 +268,7 @@ func (d *Driver) format(ctx context.Context, e *volumeEntry, number device.Numbe
 	if err := d.volumes.Put(e.Key, e.Value); err != nil {
 		return err
 	}
+	before("make the filesystem")
 	if err := filesystem.Make(ctx, d.nodes, number, t, d.tools); err != nil {
 		return err
 	}
@@ -298,6 +301,7 @@ func (d *Driver) adopt(ctx context.Context, e *volumeEntry, number device.Number
 		return err
 	}
 	defer dev.Close()
+	before("check the filesystem")
 	if err := filesystem.Check(ctx, dev, t); err != nil {
 		return fmt.Errorf("check the %s: %w", t, err)
 	}
@@ -307,6 +311,7 @@ func (d *Driver) adopt(ctx context.Context, e *volumeEntry, number device.Number
 	}
 	if needs {
 		s := stage{Type: t, Copied: e.Value.Source != nil}
+		before("grow the filesystem")
 		if err := filesystem.Grow(ctx, dev, number, t, s.viewParameters()...); err != nil {
 			return err
 		}
@@ -399,6 +404,7 @@ func (d *Driver) endStage(ctx context.Context, key server.Key, s stage) error {
 				return err
 			}
 		}
+		before("detach")
 		if err := d.nodes.Detach(ctx, *s.Loop); err != nil {
 			if done {
 				s.Done = true

@@ -129,6 +129,7 @@ func (s *store) temporary(k kind) (*os.File, uint64, error) {
 
 // name gives a temporary file, which is complete and flushed, its name.
 func (s *store) name(k kind, f *os.File, id string) error {
+	before("name the file")
 	from := fmt.Sprintf("/proc/self/fd/%d", f.Fd())
 	err := unix.Linkat(unix.AT_FDCWD, from, int(s.in[k].Fd()), id, unix.AT_SYMLINK_FOLLOW)
 	if errors.Is(err, unix.EEXIST) {
@@ -154,6 +155,7 @@ func (s *store) remove(k kind, id string, inode uint64) error {
 		return err
 	}
 	defer f.Close()
+	before("remove the file")
 	err = unix.Unlinkat(int(s.in[k].Fd()), id, 0)
 	if err == nil {
 		err = s.in[k].Sync()

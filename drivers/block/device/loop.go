@@ -80,11 +80,17 @@ func (l Loop) is(info *unix.LoopInfo64) bool {
 	return string(name) == l.Mark && l.Backing.is(info)
 }
 
+// sector is the logical block size of every loop device, in bytes. Left to
+// itself the kernel takes that which direct I/O on the file needs, which is
+// another one for a copy with shared blocks than for the file it was made of:
+// and a filesystem cannot be mounted where it is larger than when it was made.
+const sector = 512
+
 // attempts bounds how often another program may take the free device first.
 const attempts = 64
 
-// Attach makes l a device, with direct I/O where the file can do that. It is
-// not detached when this process ends. The kernel's limit of loop devices is
+// Attach makes l a device, with direct I/O where the file can do that at the
+// size of a sector. It is not detached when this process ends. The kernel's limit of loop devices is
 // ENOSPC.
 func (n *Nodes) Attach(ctx context.Context, l Loop, backing *os.File) (Loop, error) {
 	for range attempts {
@@ -132,7 +138,7 @@ func (n *Nodes) free() (Number, error) {
 
 func (n *Nodes) configure(l *Loop, number Number, backing *os.File) error {
 	flags := unix.O_RDWR
-	c := unix.LoopConfig{Fd: uint32(backing.Fd())}
+	c := unix.LoopConfig{Fd: uint32(backing.Fd()), Size: sector}
 	c.Info.Flags = unix.LO_FLAGS_DIRECT_IO
 	copy(c.Info.File_name[:], l.Mark)
 	if l.Readonly {

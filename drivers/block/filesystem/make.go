@@ -53,6 +53,10 @@ func Check(ctx context.Context, dev *os.File, t Type) error {
 	if t != Ext4 {
 		return nil
 	}
+	// e2fsck writes to the superblock of a clean filesystem, too.
+	if clean, err := ext4Clean(dev); clean || err != nil {
+		return err
+	}
 	return check(ctx, dev, "-p")
 }
 

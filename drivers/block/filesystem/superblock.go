@@ -55,6 +55,17 @@ func ext4Usage(sb []byte) (Usage, bool) {
 	}, true
 }
 
+// ext4Clean tells whether an ext4 was unmounted, and no error seen in it.
+func ext4Clean(dev io.ReaderAt) (bool, error) {
+	sb := make([]byte, 1024)
+	if _, err := dev.ReadAt(sb, 1024); err != nil {
+		return false, fmt.Errorf("read the ext4 superblock: %w", err)
+	}
+	const valid, failed, recover = 1, 2, 4
+	le := binary.LittleEndian
+	return le.Uint16(sb[0x3a:])&(valid|failed) == valid && le.Uint32(sb[0x60:])&recover == 0, nil
+}
+
 // xfsUsage reads struct xfs_dsb (fs/xfs/libxfs/xfs_format.h).
 func xfsUsage(sb []byte) (Usage, bool) {
 	be := binary.BigEndian
