@@ -120,10 +120,13 @@ func (d *Driver) remove(ctx context.Context, id string) error {
 	return d.volumes.Delete(e.Key)
 }
 
-// unused refuses a volume whose file somebody attached as a loop device by
-// other means, before anything is done to it.
+// unused refuses a volume that somebody uses by other means, before anything is
+// done to it.
 func (d *Driver) unused(e volumeEntry) error {
-	if e.Value.Disk != nil || e.Value.Inode == 0 {
+	if e.Value.Disk != nil {
+		return d.releaseDisk(e)
+	}
+	if e.Value.Inode == 0 {
 		return nil
 	}
 	f, err := d.files.open(volumeFiles, e.Key.Volume, e.Value.Inode, unix.O_RDONLY)

@@ -145,6 +145,21 @@ func (d *Driver) proveFree(ctx context.Context, k disk) error {
 	return filesystem.ProveBlank(ctx, dev, nil)
 }
 
+// releaseDisk sees that nobody uses the disk of a volume, and that what was
+// written is on it.
+func (d *Driver) releaseDisk(e volumeEntry) error {
+	id, err := d.locate(*e.Value.Disk)
+	if err != nil {
+		return err
+	}
+	dev, err := d.nodes.Claim(id.Number, unix.O_RDWR)
+	if err != nil {
+		return err
+	}
+	defer dev.Close()
+	return dev.Sync()
+}
+
 // eraseDisk makes a disk blank for the volume after this one.
 func (d *Driver) eraseDisk(ctx context.Context, k disk) error {
 	id, err := d.locate(k)

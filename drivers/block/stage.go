@@ -366,30 +366,23 @@ func (d *Driver) unstage(ctx context.Context, req *csi.NodeUnstageVolumeRequest)
 		return status.Error(codes.FailedPrecondition, "volume_id: the volume is prepared; call NodeUnprepareVolume first, NodeListPreparedVolumes shows where")
 	}
 	if s.Loop == nil {
-		if err := d.releaseDisk(req.GetVolumeId()); err != nil {
+		if err := d.unstageDisk(req.GetVolumeId()); err != nil {
 			return err
 		}
 	}
 	return d.endStage(ctx, key, s)
 }
 
-// releaseDisk sees that nobody uses a disk, and that what was written is on it.
-func (d *Driver) releaseDisk(volumeID string) error {
+func (d *Driver) unstageDisk(volumeID string) error {
 	e, err := d.find(volumeID)
 	if err != nil || e.Value.Disk == nil {
 		return err
 	}
-	id, err := d.locate(*e.Value.Disk)
-	if err != nil {
+	if _, err := d.locate(*e.Value.Disk); err != nil {
 		d.log.Warn("unstaged a disk that is gone", "volume_id", volumeID, "error", err)
 		return nil
 	}
-	dev, err := d.nodes.Claim(id.Number, unix.O_RDWR)
-	if err != nil {
-		return err
-	}
-	defer dev.Close()
-	return dev.Sync()
+	return d.releaseDisk(e)
 }
 
 // endStage detaches the device of a stage, whatever the record knows of it,

@@ -61,9 +61,9 @@ func ext4Clean(dev io.ReaderAt) (bool, error) {
 	if _, err := dev.ReadAt(sb, 1024); err != nil {
 		return false, fmt.Errorf("read the ext4 superblock: %w", err)
 	}
-	const valid, failed, recover = 1, 2, 4
+	const valid, failed, replay = 1, 2, 4
 	le := binary.LittleEndian
-	return le.Uint16(sb[0x3a:])&(valid|failed) == valid && le.Uint32(sb[0x60:])&recover == 0, nil
+	return le.Uint16(sb[0x3a:])&(valid|failed) == valid && le.Uint32(sb[0x60:])&replay == 0, nil
 }
 
 // xfsUsage reads struct xfs_dsb (fs/xfs/libxfs/xfs_format.h).
