@@ -159,7 +159,11 @@ func (s Step) String() string {
 	case CheckInner:
 		return f("statx(target%d)", n)
 	case Attach:
-		return f("move_mount(mount%d, \"\", target%d, \"\", MOVE_MOUNT_F_EMPTY_PATH|MOVE_MOUNT_T_EMPTY_PATH)", n, n)
+		private := ""
+		if n == 0 {
+			private = ", if the parent is shared mount_setattr(mount0, MS_PRIVATE)"
+		}
+		return f("move_mount(mount%d, \"\", target%d, \"\", MOVE_MOUNT_F_EMPTY_PATH|MOVE_MOUNT_T_EMPTY_PATH)%s", n, n, private)
 	case Verify:
 		return f("statmount(mount%d): %s, private, at target%d", n, s.Set, n)
 	case MountBind:

@@ -35,7 +35,7 @@ func TestPlan(t *testing.T) {
   5  statx(mount0, "", AT_EMPTY_PATH|AT_STATX_DONT_SYNC, STATX_TYPE|STATX_MNT_ID_UNIQUE)
   6  openat2(root, <target>, {O_PATH|O_NOFOLLOW|O_CLOEXEC, RESOLVE_IN_ROOT|RESOLVE_NO_SYMLINKS|RESOLVE_NO_MAGICLINKS}) = target0
   7  statx(target0); statmount(mount of target0)
-  8  move_mount(mount0, "", target0, "", MOVE_MOUNT_F_EMPTY_PATH|MOVE_MOUNT_T_EMPTY_PATH)
+  8  move_mount(mount0, "", target0, "", MOVE_MOUNT_F_EMPTY_PATH|MOVE_MOUNT_T_EMPTY_PATH), if the parent is shared mount_setattr(mount0, MS_PRIVATE)
   9  statmount(mount0): MOUNT_ATTR_RDONLY|MOUNT_ATTR_NOSUID|MOUNT_ATTR_NODEV, private, at target0
 `,
 	}, {
@@ -61,7 +61,7 @@ func TestPlan(t *testing.T) {
  12  openat2(root, <target>, {O_PATH|O_NOFOLLOW|O_CLOEXEC, RESOLVE_IN_ROOT|RESOLVE_NO_SYMLINKS|RESOLVE_NO_MAGICLINKS}) = target0
  13  mkdirat or mknodat for each missing component, if any, and openat of it
  14  statx(target0); statmount(mount of target0)
- 15  move_mount(mount0, "", target0, "", MOVE_MOUNT_F_EMPTY_PATH|MOVE_MOUNT_T_EMPTY_PATH)
+ 15  move_mount(mount0, "", target0, "", MOVE_MOUNT_F_EMPTY_PATH|MOVE_MOUNT_T_EMPTY_PATH), if the parent is shared mount_setattr(mount0, MS_PRIVATE)
  16  statmount(mount0): MOUNT_ATTR_NOSUID|MOUNT_ATTR_NODEV, private, at target0
  17  statmount(mount1): MOUNT_ATTR_NOSUID|MOUNT_ATTR_NODEV|MOUNT_ATTR_NOATIME, private, at target1
 `,
@@ -87,7 +87,7 @@ func TestPlan(t *testing.T) {
  11  statx(mount0, "", AT_EMPTY_PATH|AT_STATX_DONT_SYNC, STATX_TYPE|STATX_MNT_ID_UNIQUE)
  12  openat2(root, <target>, {O_PATH|O_NOFOLLOW|O_CLOEXEC, RESOLVE_IN_ROOT|RESOLVE_NO_SYMLINKS|RESOLVE_NO_MAGICLINKS}) = target0
  13  statx(target0); statmount(mount of target0)
- 14  move_mount(mount0, "", target0, "", MOVE_MOUNT_F_EMPTY_PATH|MOVE_MOUNT_T_EMPTY_PATH)
+ 14  move_mount(mount0, "", target0, "", MOVE_MOUNT_F_EMPTY_PATH|MOVE_MOUNT_T_EMPTY_PATH), if the parent is shared mount_setattr(mount0, MS_PRIVATE)
  15  statmount(mount0): 0, private, at target0
 `,
 	}, {

@@ -2,6 +2,7 @@ package perform
 
 import (
 	"context"
+	"errors"
 	"os"
 	"sync"
 
@@ -115,7 +116,9 @@ func (e *Executor) step(name string) error {
 // Perform makes what specs, the answer to o.Request, describe and attaches it
 // at t: all of it or nothing. Where the kernel allows it (Linux 6.15) the
 // specs are put together in a tree that is in no namespace, and become visible
-// by one move_mount(2). The specs are validated as a whole first.
+// by one move_mount(2). The specs are validated as a whole first. On a shared
+// mount, which would keep copies for its peers, and on older kernels they are
+// attached one after another, and taken back when one fails.
 //
 // ctx is looked at before each step; a step that waits for a device or a
 // server ends with ctx as well, see the package comment.
@@ -130,6 +133,16 @@ func (e *Executor) Perform(ctx context.Context, t Target, specs []mountspec.Spec
 	}
 	o.Policy.IDMap = o.IDMap != nil
 	f := e.probe()
+	done, err := e.perform(ctx, t, specs, &o, f)
+	if errors.Is(err, errShared) {
+		f.DetachedTrees = false
+		done, err = e.perform(ctx, t, specs, &o, f)
+	}
+	return done, err
+}
+
+// perform performs with the features f of the kernel.
+func (e *Executor) perform(ctx context.Context, t Target, specs []mountspec.Spec, o *Options, f mountspec.Features) (*Performed, error) {
 	plan, err := mountspec.NewPlan(specs, f, o.Policy)
 	if err != nil {
 		return nil, err
@@ -139,7 +152,7 @@ func (e *Executor) Perform(ctx context.Context, t Target, specs []mountspec.Spec
 		return nil, &Error{-1, "read the boot id", err}
 	}
 	x := performance{
-		e: e, ctx: ctx, target: t, specs: specs, o: &o, plan: plan, f: f,
+		e: e, ctx: ctx, target: t, specs: specs, o: o, plan: plan, f: f,
 		units: make([]unit, len(specs)),
 		done:  &Performed{Receipts: make([]Receipt, len(specs))},
 	}

@@ -3,6 +3,7 @@ package perform
 import (
 	"errors"
 	"fmt"
+	"slices"
 	"strings"
 
 	"golang.org/x/sys/unix"
@@ -112,57 +113,50 @@ func (x *performance) openInRoot(path string, flags int) (int, error) {
 // and whether its mount passes on what is attached.
 func (x *performance) checkTarget() error {
 	u := &x.units[0]
-	if !x.f.UniqueIDs {
-		x.shared = true // not known, and making a mount private twice is harmless
-		var st unix.Statfs_t
-		if err := unix.Fstatfs(u.target, &st); err != nil {
-			return err
-		}
-		x.parent.SBMagic = uint64(st.Type)
-	} else if x.parent.ID != u.parentID {
-		var err error
-		x.parent, err = kernel.StatMount(0, u.parentID, kernel.StatSuperblock|kernel.StatBasic|kernel.StatNamespace)
-		if err != nil {
-			return err
-		}
-		x.shared = x.parent.Propagation&unix.MS_SHARED != 0
+	if x.parent.ID == u.parentID {
+		return nil
 	}
-	if name, ok := kernelFilesystems[x.parent.SBMagic]; ok {
-		return fmt.Errorf("%w: it is on %s", ErrTarget, name)
+	v := x.view()
+	defer v.close()
+	var err error
+	if x.parent, err = v.lookup(x.ctx, u.parentID); err != nil {
+		return err
+	}
+	if kernelFilesystems[x.parent.FSType] {
+		return fmt.Errorf("%w: it is on the filesystem %s of the kernel", ErrTarget, x.parent.FSType)
+	}
+	x.shared = x.parent.Propagation&unix.MS_SHARED != 0
+	switch {
+	case !x.shared:
+		return nil
+	case x.plan.Detached && len(x.specs) > 1:
+		return errShared
+	case anyTree(x.specs):
+		return fmt.Errorf("%w: it is on a shared mount, and what comes with a recursive bind would stay in its peers", ErrTarget)
 	}
 	return nil
 }
 
-// kernelFilesystems are those whose files are the kernel's: to attach there
-// would hide or fake what processes believe of the system.
-var kernelFilesystems = map[uint64]string{
-	unix.PROC_SUPER_MAGIC:     "procfs",
-	unix.SYSFS_MAGIC:          "sysfs",
-	unix.CGROUP_SUPER_MAGIC:   "a cgroup hierarchy",
-	unix.CGROUP2_SUPER_MAGIC:  "a cgroup hierarchy",
-	unix.DEVPTS_SUPER_MAGIC:   "devpts",
-	unix.SECURITYFS_MAGIC:     "securityfs",
-	unix.SELINUX_MAGIC:        "selinuxfs",
-	unix.SMACK_MAGIC:          "smackfs",
-	unix.DEBUGFS_MAGIC:        "debugfs",
-	unix.TRACEFS_MAGIC:        "tracefs",
-	unix.BPF_FS_MAGIC:         "bpf",
-	unix.PSTOREFS_MAGIC:       "pstore",
-	unix.EFIVARFS_MAGIC:       "efivarfs",
-	unix.NSFS_MAGIC:           "nsfs",
-	unix.BINFMTFS_MAGIC:       "binfmt_misc",
-	unix.RDTGROUP_SUPER_MAGIC: "resctrl",
-	configfsMagic:             "configfs",
-	fusectlMagic:              "fusectl",
-	mqueueMagic:               "mqueue",
+// errShared asks to attach the specs one after another. A shared parent gives
+// each of its peers a copy of what is attached. The copy of a single mount goes
+// when the mount does; those of mounts below a private one would stay.
+var errShared = errors.New("the target is on a shared mount")
+
+func anyTree(specs []mountspec.Spec) bool {
+	return slices.ContainsFunc(specs, func(s mountspec.Spec) bool {
+		b, ok := s.Kind.(*mountspec.Bind)
+		return ok && b.Recursive
+	})
 }
 
-// Not in linux/magic.h.
-const (
-	configfsMagic = 0x62656570
-	fusectlMagic  = 0x65735543
-	mqueueMagic   = 0x19800202
-)
+// kernelFilesystems are those whose files are the kernel's: to attach there
+// would hide or fake what processes believe of the system.
+var kernelFilesystems = map[string]bool{
+	"proc": true, "sysfs": true, "cgroup": true, "cgroup2": true, "cpuset": true, "devpts": true,
+	"securityfs": true, "selinuxfs": true, "smackfs": true, "debugfs": true, "tracefs": true,
+	"bpf": true, "configfs": true, "pstore": true, "efivarfs": true, "nsfs": true, "mqueue": true,
+	"binfmt_misc": true, "fusectl": true, "autofs": true, "resctrl": true,
+}
 
 // isFile says whether a spec attaches a file rather than a directory.
 func isFile(s *mountspec.Spec) bool {

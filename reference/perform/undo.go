@@ -62,12 +62,31 @@ func (e *Executor) Undo(ctx context.Context, ns *mountns.Namespace, receipts []R
 // holderTime bounds the search for who keeps a mount busy.
 const holderTime = 200 * time.Millisecond
 
+// searching holds the one search that may be under way: to look at a process
+// that hangs in execve(2) hangs too, and no number of searches would help.
+var searching = make(chan struct{}, 1)
+
 // findHolders is called where the caller is, in whose /proc the processes are.
 func findHolders(ctx context.Context, mount uint64) []mountns.Holder {
+	select {
+	case searching <- struct{}{}:
+	default:
+		return nil
+	}
+	found := make(chan []mountns.Holder, 1)
 	ctx, cancel := context.WithTimeout(ctx, holderTime)
-	defer cancel()
-	found, _ := mountns.Holders(ctx, mount) // as many as could be found
-	return found
+	go func() {
+		defer cancel()
+		h, _ := mountns.Holders(ctx, mount) // as many as could be found
+		<-searching
+		found <- h
+	}()
+	select {
+	case h := <-found:
+		return h
+	case <-time.After(holderTime + holderTime/4):
+		return nil
+	}
 }
 
 func (e *Executor) undoHere(ctx context.Context, v *view, receipts []Receipt) error {
