@@ -117,6 +117,9 @@ type Driver struct {
 	state  *server.State
 	files  *store // nil if the volumes are disks
 	nodes  *device.Nodes
+	// owner marks the loop devices of this driver, in this and any later
+	// process.
+	owner string
 	// tools is an empty directory for programs that need a path.
 	tools string
 	types []filesystem.Type // with all programs installed
@@ -204,6 +207,9 @@ func (d *Driver) load() (err error) {
 		MultiWriter: true,
 	})
 	if err != nil {
+		return err
+	}
+	if err := d.identify(); err != nil {
 		return err
 	}
 	d.recover(context.Background())

@@ -151,7 +151,7 @@ func (d *Driver) unusedByOthers(f *os.File) error {
 	if err != nil {
 		return err
 	}
-	others, err := d.nodes.Others(b, func(l device.Loop) bool { return mine[l.Mark] })
+	others, err := d.nodes.Others(b, mine)
 	if err != nil || len(others) == 0 {
 		return err
 	}

@@ -182,6 +182,49 @@ func TestUnstageInUse(t *testing.T) {
 	}
 }
 
+// A driver that is told of another boot, or has lost its records, ends the
+// devices it finds to be its own, and no others.
+func TestAnotherBoot(t *testing.T) {
+	s := newSite(t)
+	s.config.BootID = "aaaaaaaa-0000-4000-8000-000000000001"
+	stop := s.start()
+	id := s.create("v", 8*mib, raw())
+	s.stage(id, raw())
+	held := s.create("held", 8*mib, raw())
+	s.stage(held, raw())
+	req := s.request(held, "p", raw(), false)
+	path, undo := s.makeNode(req, s.prepare(req))
+	f, err := os.Open(path)
+	if err != nil {
+		t.Fatal(err)
+	}
+	other := filepath.Join(s.dir, "other")
+	if err := os.WriteFile(other, make([]byte, mib), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	losetup(t, other)
+	stop()
+
+	s.config.BootID = "bbbbbbbb-0000-4000-8000-000000000002"
+	stop = s.start()
+	list, err := s.prepares.NodeListPreparedVolumes(t.Context(), &prepare.NodeListPreparedVolumesRequest{})
+	if err != nil || len(list.GetEntries()) != 0 {
+		t.Errorf("preparations of another boot: %v, %v", list, err)
+	}
+	if left := loopsBelow(s.dir); len(left) != 2 {
+		t.Errorf("loop devices: %q, want that in use and that of somebody else", left)
+	}
+	s.stage(id, raw())
+	s.unstage(id)
+	s.delete(id)
+	s.code("NodeStageVolume of a volume in use", s.tryStage(held, raw()), codes.FailedPrecondition, "in use")
+	f.Close()
+	undo()
+	stop()
+	s.start()
+	s.delete(held)
+}
+
 // The driver needs nothing in /dev, and a restart in another one changes
 // nothing.
 func TestPrivateDev(t *testing.T) {

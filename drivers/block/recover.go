@@ -4,6 +4,8 @@ import (
 	"context"
 
 	"golang.org/x/sys/unix"
+
+	"github.com/csi-prepare/csi-prepare/drivers/server"
 )
 
 // recover ends what an earlier process of this boot left in the middle of a
@@ -12,7 +14,53 @@ import (
 func (d *Driver) recover(ctx context.Context) {
 	d.recoverStages(ctx)
 	d.recoverUses(ctx)
+	d.recoverStrays(ctx)
 	d.recoverSizes()
+}
+
+// instance is the record of what tells this driver from another one.
+type instance struct {
+	Owner string `json:"owner"`
+}
+
+// identify reads, or chooses for ever, the owner of this driver's devices.
+func (d *Driver) identify() error {
+	r, err := server.OpenRecords[instance](d.state, "instance")
+	if err != nil {
+		return err
+	}
+	i, known, err := r.Get(server.Key{})
+	if err == nil && !known {
+		i.Owner = newID()[:16]
+		err = r.Put(server.Key{}, i)
+	}
+	d.owner = i.Owner
+	return err
+}
+
+// recoverStrays ends the loop devices of this driver that no record has: those
+// of what was taken for another boot, or of records that were removed. One
+// that is in use stays, and its volume is refused until it is not.
+func (d *Driver) recoverStrays(ctx context.Context) {
+	recorded, err := d.marks()
+	if err != nil {
+		return // that a record is damaged was logged
+	}
+	owned, err := d.nodes.Owned(d.owner)
+	if err != nil {
+		d.log.Error("loop devices cannot be looked through", "error", err)
+		return
+	}
+	for _, l := range owned {
+		if recorded[l.Mark] {
+			continue
+		}
+		if err := d.nodes.Detach(ctx, l); err != nil {
+			d.log.Error("a loop device that no record has cannot be ended", "error", err)
+			continue
+		}
+		d.log.Info("ended a loop device that no record has", "was", l.Number)
+	}
 }
 
 func (d *Driver) recoverStages(ctx context.Context) {

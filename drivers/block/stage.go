@@ -186,7 +186,7 @@ func (d *Driver) attached(ctx context.Context, backing *os.File, l *device.Loop,
 	if err := d.unusedByOthers(backing); err != nil {
 		return device.Loop{}, err
 	}
-	fresh, err := device.NewLoop(backing, readonly)
+	fresh, err := device.NewLoop(d.owner, backing, readonly)
 	if err != nil {
 		return fresh, err
 	}

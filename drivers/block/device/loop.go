@@ -10,6 +10,7 @@ import (
 	"io/fs"
 	"os"
 	"path/filepath"
+	"strings"
 	"time"
 
 	"golang.org/x/sys/unix"
@@ -61,23 +62,29 @@ func (b Backing) is(info *unix.LoopInfo64) bool {
 	return info.Device == b.Device && info.Inode == b.Inode
 }
 
-const markPrefix = "csi-prepare:"
+// markPrefix begins the mark of every device of an owner.
+func markPrefix(owner string) string { return "csi-prepare:" + owner + ":" }
 
-// NewLoop is the loop device that a file is going to be attached as.
-func NewLoop(backing *os.File, readonly bool) (Loop, error) {
+// NewLoop is the loop device that a file is going to be attached as. owner, 16
+// bytes at most, tells the devices of one driver from those of another.
+func NewLoop(owner string, backing *os.File, readonly bool) (Loop, error) {
 	b, err := BackingOf(backing)
 	if err != nil {
 		return Loop{}, err
 	}
 	random := make([]byte, 16)
 	rand.Read(random)
-	return Loop{Mark: markPrefix + hex.EncodeToString(random), Readonly: readonly, Backing: b}, nil
+	return Loop{Mark: markPrefix(owner) + hex.EncodeToString(random), Readonly: readonly, Backing: b}, nil
 }
 
 // is tells whether a loop device is this one.
 func (l Loop) is(info *unix.LoopInfo64) bool {
+	return markOf(info) == l.Mark && l.Backing.is(info)
+}
+
+func markOf(info *unix.LoopInfo64) string {
 	name, _, _ := bytes.Cut(info.File_name[:], []byte{0})
-	return string(name) == l.Mark && l.Backing.is(info)
+	return string(name)
 }
 
 // sector is the logical block size of every loop device, in bytes. Left to
@@ -260,33 +267,62 @@ func (n *Nodes) Find(l Loop) (Loop, bool, error) {
 	return l, false, nil
 }
 
-// Others returns the loop devices that are attached to a file and are none of
-// mine: two devices over one file do not see each other's writes.
-func (n *Nodes) Others(b Backing, mine func(Loop) bool) ([]Number, error) {
+// each calls see with every loop device that is attached.
+func (n *Nodes) each(see func(Number, *unix.LoopInfo64) error) error {
 	all, err := loops()
 	if err != nil {
-		return nil, err
+		return err
 	}
-	var others []Number
 	for _, number := range all {
 		f, err := n.Open(number, unix.O_RDONLY)
 		if errors.Is(err, unix.ENXIO) || errors.Is(err, unix.ENODEV) {
 			continue
 		}
 		if err != nil {
-			return nil, err
+			return err
 		}
 		info, err := unix.IoctlLoopGetStatus64(int(f.Fd()))
-		f.Close()
-		if err != nil || !b.is(info) {
-			continue
+		if err == nil {
+			err = see(number, info)
+		} else if errors.Is(err, unix.ENXIO) {
+			err = nil // detached meanwhile
 		}
-		name, _, _ := bytes.Cut(info.File_name[:], []byte{0})
-		if !mine(Loop{Mark: string(name), Backing: b, Number: number}) {
-			others = append(others, number)
+		f.Close()
+		if err != nil {
+			return err
 		}
 	}
-	return others, nil
+	return nil
+}
+
+// Others returns the loop devices that are attached to a file and are none of
+// mine, by their marks: two devices over one file do not see each other's
+// writes.
+func (n *Nodes) Others(b Backing, mine map[string]bool) (others []Number, err error) {
+	err = n.each(func(number Number, info *unix.LoopInfo64) error {
+		if b.is(info) && !mine[markOf(info)] {
+			others = append(others, number)
+		}
+		return nil
+	})
+	return others, err
+}
+
+// Owned returns the loop devices with a mark of an owner.
+func (n *Nodes) Owned(owner string) (owned []Loop, err error) {
+	err = n.each(func(number Number, info *unix.LoopInfo64) error {
+		if !strings.HasPrefix(markOf(info), markPrefix(owner)) {
+			return nil
+		}
+		seq, err := Diskseq(number)
+		owned = append(owned, Loop{
+			Mark: markOf(info), Readonly: info.Flags&unix.LO_FLAGS_READ_ONLY != 0,
+			Backing: Backing{Device: info.Device, Inode: info.Inode, Rdev: info.Rdevice},
+			Number:  number, Diskseq: seq,
+		})
+		return err
+	})
+	return owned, err
 }
 
 // Resize lets the device take the size its file has by now (LOOP_SET_CAPACITY).
