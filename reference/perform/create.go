@@ -68,6 +68,9 @@ func (x *performance) createIn(dir, i int, file bool) (int, error) {
 		x.made = append(x.made, made{at: i, dir: dir, name: name, file: file})
 	}
 	created := err == nil
+	if err := x.e.step("open created"); err != nil {
+		return -1, err
+	}
 	next, err := open(dir, name, flags)
 	if err != nil {
 		return -1, err

@@ -19,7 +19,7 @@ func (x *performance) legacy(u *unit, spec *mountspec.Spec, s *mountspec.Step) e
 	case mountspec.MountNew:
 		return x.mountNew(u, s)
 	case mountspec.OpenMounted:
-		return x.openMounted(u, s)
+		return nil // in one go with the mounting, whose undo needs the id
 	case mountspec.Remount:
 		flags := unix.MS_REMOUNT | unix.MS_BIND | mountFlags(s.Set, s.Clear)
 		return mount("", procFD(u.mount), "", flags, "")
@@ -62,7 +62,7 @@ func (x *performance) mountBind(u *unit, spec *mountspec.Spec, s *mountspec.Step
 		return err
 	}
 	x.attached = true
-	return nil
+	return x.openMounted(u, s)
 }
 
 func (x *performance) mountNew(u *unit, s *mountspec.Step) error {
@@ -82,7 +82,7 @@ func (x *performance) mountNew(u *unit, s *mountspec.Step) error {
 		return err
 	}
 	x.attached = true
-	return nil
+	return x.openMounted(u, s)
 }
 
 // joinData joins parameters as mount(2) takes them, secrets included: it is
@@ -110,7 +110,7 @@ func (x *performance) openMounted(u *unit, s *mountspec.Step) (err error) {
 	if s.Spec == 0 {
 		u.mount, err = x.openInRoot(x.target.Path, unix.O_PATH|unix.O_NOFOLLOW)
 	} else {
-		u.mount, err = x.openBelow(x.units[0].mount, s.Text)
+		u.mount, err = x.openBelow(x.units[0].mount, x.specs[s.Spec].Target)
 	}
 	if err != nil {
 		return err
