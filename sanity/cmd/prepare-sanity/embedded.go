@@ -13,6 +13,7 @@ import (
 	"golang.org/x/sys/unix"
 	"google.golang.org/grpc"
 
+	"github.com/csi-prepare/csi-prepare/drivers/block"
 	"github.com/csi-prepare/csi-prepare/drivers/hostpath"
 	"github.com/csi-prepare/csi-prepare/fakes/co"
 )
@@ -26,10 +27,10 @@ const (
 
 // embed makes the reference driver what is tested.
 func (s *settings) embed() error {
-	if s.driver != "hostpath" {
-		return fmt.Errorf("--driver %s: there is no such reference driver; there is hostpath", s.driver)
+	if s.driver != "hostpath" && s.driver != "block" {
+		return fmt.Errorf("--driver %s: there is no such reference driver; there are hostpath and block", s.driver)
 	}
-	dir, err := os.MkdirTemp(s.config.WorkDir, "prepare-sanity-hostpath-")
+	dir, err := os.MkdirTemp(s.config.WorkDir, "prepare-sanity-"+s.driver+"-")
 	if err != nil {
 		return fmt.Errorf("making a directory for the driver: %w", err)
 	}
@@ -38,12 +39,17 @@ func (s *settings) embed() error {
 	if err != nil {
 		return fmt.Errorf("finding this command: %w", err)
 	}
-	grant, state := filepath.Join(dir, "grant"), filepath.Join(dir, "state")
-	if err := os.Mkdir(grant, 0o755); err != nil {
-		return fmt.Errorf("making a directory to grant: %w", err)
+	volumes, state := filepath.Join(dir, "volumes"), filepath.Join(dir, "state")
+	if err := os.Mkdir(volumes, 0o755); err != nil {
+		return fmt.Errorf("making a directory for volumes: %w", err)
 	}
-	s.config.Exec = []string{self, embeddedDriver, s.driver, "--state-dir", state, "--node-id", "sanity", "--grant", "data=" + grant, "--verbose"}
-	s.config.Grants = map[string]string{"data": grant}
+	s.config.Exec = []string{self, embeddedDriver, s.driver, "--state-dir", state, "--node-id", "sanity", "--verbose"}
+	if s.driver == "block" {
+		s.config.Exec = append(s.config.Exec, "--dir", volumes)
+	} else {
+		s.config.Exec = append(s.config.Exec, "--grant", "data="+volumes)
+		s.config.Grants = map[string]string{"data": volumes}
+	}
 	s.config.StateDir = state
 	s.config.Rerun = "prepare-sanity run"
 	return nil
@@ -66,15 +72,16 @@ func (s *settings) embedExecutor() error {
 
 func newEmbedded() *cobra.Command {
 	cmd := &cobra.Command{Use: embeddedDriver, Hidden: true}
-	driver := hostpath.NewCommand()
-	serve := driver.RunE
-	driver.RunE = func(cmd *cobra.Command, args []string) error {
-		ctx, stop := signal.NotifyContext(cmd.Context(), unix.SIGTERM, unix.SIGINT)
-		defer stop()
-		cmd.SetContext(ctx)
-		return serve(cmd, args)
+	for _, driver := range []*cobra.Command{hostpath.NewCommand(), block.NewCommand()} {
+		serve := driver.RunE
+		driver.RunE = func(cmd *cobra.Command, args []string) error {
+			ctx, stop := signal.NotifyContext(cmd.Context(), unix.SIGTERM, unix.SIGINT)
+			defer stop()
+			cmd.SetContext(ctx)
+			return serve(cmd, args)
+		}
+		cmd.AddCommand(driver)
 	}
-	cmd.AddCommand(driver)
 	return cmd
 }
 
