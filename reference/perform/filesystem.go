@@ -4,6 +4,7 @@ import (
 	"errors"
 	"fmt"
 	"os"
+	"slices"
 	"strconv"
 	"strings"
 
@@ -79,9 +80,9 @@ func (x *performance) fsmount(u *unit, spec *mountspec.Spec, s *mountspec.Step) 
 // been made with the parameters the spec has. The kernel hands out the old
 // superblock and ignores, in silence, whatever the new mount asks for.
 //
-// Filesystems show the parameters that are not their defaults. One that the
-// spec has and the filesystem does not show is taken for ignored; a secret,
-// which must not be compared in the open, cannot be proven.
+// Filesystems show the parameters that are not their defaults, so what is
+// shown and what the spec has must be the same, but for what a filesystem
+// always shows. A secret must not be compared in the open: it cannot be proven.
 func (x *performance) checkParameters(u *unit, k *mountspec.Filesystem) error {
 	options, readonly, err := x.effective(u.mount)
 	if err != nil {
@@ -90,20 +91,36 @@ func (x *performance) checkParameters(u *unit, k *mountspec.Filesystem) error {
 	if readonly != k.SuperblockReadonly {
 		return fmt.Errorf("%w: its superblock is read-only: %t", ErrParameters, readonly)
 	}
-	shown := map[string]bool{}
-	for word := range strings.SplitSeq(options, ",") {
-		shown[word] = true
-	}
+	wanted := map[string]bool{}
 	for _, p := range k.Parameters {
 		word := p.Key
 		if p.Text != "" {
 			word += "=" + p.Text
 		}
-		if !p.Secret.IsZero() || !shown[word] {
-			return fmt.Errorf("%w: %q is not what it was mounted with", ErrParameters, p.Key)
+		if !p.Secret.IsZero() {
+			return fmt.Errorf("%w: whether %q is the same cannot be told", ErrParameters, p.Key)
 		}
+		wanted[word] = true
+	}
+	for word := range strings.SplitSeq(options, ",") {
+		key, _, _ := strings.Cut(word, "=")
+		if word != "" && !wanted[word] && !slices.Contains(alwaysShown[k.Type], key) {
+			return fmt.Errorf("%w: it has %q, which the spec has not", ErrParameters, key)
+		}
+		delete(wanted, word)
+	}
+	for word := range wanted {
+		key, _, _ := strings.Cut(word, "=")
+		return fmt.Errorf("%w: %q is not what it was mounted with", ErrParameters, key)
 	}
 	return nil
+}
+
+// alwaysShown are parameters a filesystem shows although nobody gave them.
+var alwaysShown = map[string][]string{
+	"xfs":   {"attr2", "inode64", "logbufs", "logbsize", "noquota", "sunit", "swidth"},
+	"btrfs": {"ssd", "discard", "space_cache", "subvolid", "subvol"},
+	"erofs": {"user_xattr", "acl", "cache_strategy"},
 }
 
 // effective reads the options of the superblock of a detached mount, which no
