@@ -45,6 +45,9 @@ type Receipt struct {
 	// SpecDigest is mountspec.Spec.Digest of the spec.
 	SpecDigest string `json:"spec_digest"`
 
+	// Device is the superblock's device, "major:minor", where ids are
+	// reused and it has to help to tell mounts apart.
+	Device string `json:"device,omitempty"`
 	// Tree says that the mount came with the mounts below it. Those have
 	// ids greater than MountID and less than TreeEnd; where ids are reused,
 	// they are listed in Below, outermost first.

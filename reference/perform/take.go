@@ -117,7 +117,12 @@ func (t *taking) findUnnamed(r *Receipt) error {
 
 // is tells whether a mount found by a reusable id is where the receipt says.
 func (r *Receipt) is(m *kernel.MountStat) bool {
-	return m.Point == r.Target && (r.ParentID == 0 || m.ParentID == r.ParentID)
+	return m.Point == r.Target && (r.ParentID == 0 || m.ParentID == r.ParentID) &&
+		(r.Device == "" || r.Device == deviceText(m))
+}
+
+func deviceText(m *kernel.MountStat) string {
+	return strconv.FormatUint(uint64(m.DevMajor), 10) + ":" + strconv.FormatUint(uint64(m.DevMinor), 10)
 }
 
 // try makes one attempt; EAGAIN means that it was disturbed.

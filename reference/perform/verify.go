@@ -178,6 +178,9 @@ func verifyAttributes(m *kernel.MountStat, set, clear mountspec.Attr) error {
 func (x *performance) fill(i int, m *kernel.MountStat) {
 	r := &x.done.Receipts[i]
 	r.MntnsID, r.MountID, r.ParentID, r.Target = m.NS, m.ID, m.ParentID, m.Point
+	if !x.f.UniqueIDs {
+		r.Device = deviceText(m)
+	}
 	x.fillKind(i)
 	if i == 0 {
 		x.fillCreated(m.Point)
