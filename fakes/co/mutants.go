@@ -167,6 +167,19 @@ var sourceMutants = []Mutant{
 				return unix.Open(path.Join(directory, relative), unix.O_PATH|unix.O_CLOEXEC, 0)
 			}
 		})),
+	seat("source-resolved-twice", mutant.Escape, requirement.BindByDescriptor,
+		"a source is resolved for the check and again for the bind: what the plugin exchanges in between is bound",
+		plain(func(p *Plain) {
+			p.locate = func(directory, relative string) (int, error) {
+				fd, err := locate(directory, relative)
+				if err != nil {
+					return -1, err
+				}
+				_ = unix.Close(fd)
+				time.Sleep(time.Millisecond)
+				return unix.Open(path.Join(directory, relative), unix.O_PATH|unix.O_CLOEXEC, 0)
+			}
+		})),
 	seat("source-of-any-type", mutant.Validation, requirement.BindTypeMatches,
 		"a file is bound where a directory was announced, and the reverse",
 		plain(func(p *Plain) {

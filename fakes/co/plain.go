@@ -86,7 +86,8 @@ type made struct {
 	spec mountspec.Spec
 	fd   int
 	id   uint64
-	file bool // not a directory
+	end  uint64 // the mounts that came along with it have ids up to this one
+	file bool   // not a directory
 }
 
 // receipt is version 1 of the record of one mount.
@@ -99,6 +100,9 @@ type receipt struct {
 	Kind     string   `json:"kind"`
 	Target   string   `json:"target"`
 	Created  []string `json:"created"`
+	// TreeEnd is above the ids of the mounts that came along with a
+	// recursive bind, which are above MountID.
+	TreeEnd uint64 `json:"tree_end,omitempty"`
 }
 
 // Perform implements [Executor].
@@ -171,6 +175,9 @@ func (p *Plain) make(q Performance, s mountspec.Spec) (m made, err error) {
 		return m, err
 	}
 	if m.id, err = kernel.UniqueID(m.fd, ""); err == nil {
+		m.end, err = nextID()
+	}
+	if err == nil {
 		err = p.private(m.fd)
 	}
 	if err == nil {
@@ -207,6 +214,16 @@ func (p *Plain) bind(q Performance, b *mountspec.Bind) (fd int, file bool, err e
 	}
 	fd, err = kernel.OpenTree(source, "", flags)
 	return fd, b.IsFile, err
+}
+
+// nextID returns an id above those of all mounts there are: ids count up.
+func nextID() (uint64, error) {
+	fd, err := kernel.OpenTree(unix.AT_FDCWD, "/", unix.OPEN_TREE_CLONE)
+	if err != nil {
+		return 0, err
+	}
+	defer unix.Close(fd)
+	return kernel.UniqueID(fd, "")
 }
 
 // locate opens relative beneath directory and follows no link there.

@@ -226,6 +226,7 @@ func receiptsOf(boot string, ns *mountns.Namespace, at *place, all []made) []rec
 		receipts = append(receipts, receipt{
 			Version: 1, BootID: boot, NSID: ns.ID(), MountID: m.id,
 			Kind: string(m.spec.Kind.Name()), Target: path.Join(at.path, m.spec.Target), Created: []string{},
+			TreeEnd: m.end,
 		})
 	}
 	if at.missing {

@@ -84,15 +84,57 @@ func unmount(at *place, r receipt) error {
 	case top != r.MountID:
 		return &StateError{r.Target, fmt.Errorf("%w: mount %d lies over mount %d, or that was moved away", errBusy, top, r.MountID)}
 	}
-	if err := at.umount(0); err != nil {
-		if errors.Is(err, unix.EBUSY) {
-			return &StateError{r.Target, fmt.Errorf("%w: %w", errBusy, err)}
-		}
+	if err := unmountTree(r); err != nil {
 		return err
+	}
+	if err := at.umount(0); err != nil {
+		return busy(r.Target, err)
 	}
 	gone, err := isGone(r.MountID)
 	if err == nil && !gone {
 		err = &StateError{r.Target, fmt.Errorf("mount %d is still there", r.MountID)}
+	}
+	return err
+}
+
+// unmountTree takes away what came along with a recursive bind, the last
+// first. What others have mounted there since has a later id, and stays.
+func unmountTree(r receipt) error {
+	below, err := kernel.ListMounts(nil, 0, r.MountID, r.MountID)
+	if err != nil {
+		return err
+	}
+	for _, id := range slices.Backward(below) {
+		if id >= r.TreeEnd {
+			continue
+		}
+		stat, err := kernel.StatMount(0, id, kernel.StatPoint)
+		if err != nil {
+			return err
+		}
+		if err := unmountAt(stat.Point, id); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+func unmountAt(point string, id uint64) error {
+	at, err := find(Target{Path: point})
+	if err != nil {
+		return err
+	}
+	defer at.close()
+	if top, err := kernel.UniqueID(at.parent, at.name); err != nil || top != id {
+		return errors.Join(err, &StateError{point, errBusy})
+	}
+	return busy(point, at.umount(0))
+}
+
+// busy puts the error of an unmount into words.
+func busy(point string, err error) error {
+	if errors.Is(err, unix.EBUSY) {
+		return &StateError{point, fmt.Errorf("%w: %w", errBusy, err)}
 	}
 	return err
 }
