@@ -10,6 +10,7 @@ import (
 	"slices"
 	"strconv"
 	"strings"
+	"sync"
 
 	"golang.org/x/sys/unix"
 
@@ -26,7 +27,9 @@ import (
 // for in /proc: the namespaces of all threads, those that a process has open,
 // and those bound to a path that can be walked to. That costs a thousand times
 // more, ends at the PID namespace of /proc, and misses a namespace held by a
-// message in a socket or by a bind that something is mounted over.
+// message in a socket or by a bind that something is mounted over. There a
+// process that hangs while it executes a program makes the search wait until
+// ctx ends, with an error that names it.
 func All(ctx context.Context) ([]*Namespace, error) { return all(ctx, kernel.Probe()) }
 
 func all(ctx context.Context, f kernel.Features) ([]*Namespace, error) {
@@ -113,18 +116,22 @@ func walkFrom(ctx context.Context, own int, step func(int) (int, kernel.NSInfo, 
 // search is the walk through /proc, keyed by inode.
 type search struct {
 	features kernel.Features
+	mu       sync.Mutex
 	found    map[uint64]*Namespace
 }
 
 func allFromProc(ctx context.Context, f kernel.Features) ([]*Namespace, error) {
 	s := search{features: f, found: map[uint64]*Namespace{}}
-	err := s.processes(ctx)
+	_, err := eachProcess(ctx, s.process)
 	if err == nil {
 		err = s.binds(ctx)
 	}
+	s.mu.Lock()
+	defer s.mu.Unlock()
 	namespaces := slices.SortedFunc(seqOf(s.found), func(a, b *Namespace) int { return compareIDs(a.id, b.id) })
 	if err != nil {
 		CloseAll(namespaces)
+		s.found = nil // what is still under way has nowhere to go
 		return nil, fmt.Errorf("mountns: namespaces of the machine: %w", err)
 	}
 	return namespaces, nil
@@ -140,43 +147,19 @@ func seqOf(found map[uint64]*Namespace) iter.Seq[*Namespace] {
 	}
 }
 
-// processes looks at what every thread is in and what every process has open.
+// process looks at what the threads of a process are in and what it has open.
 // What ends meanwhile is passed over.
-func (s *search) processes(ctx context.Context) error {
-	pids, err := processes()
-	if err != nil {
-		return err
+func (s *search) process(pid string) struct{} {
+	dir := filepath.Join("/proc", pid)
+	tids, _ := entries(filepath.Join(dir, "task"))
+	for _, tid := range tids {
+		s.link(filepath.Join(dir, "task", tid, "ns/mnt"))
 	}
-	for _, pid := range pids {
-		if err := ctx.Err(); err != nil {
-			return err
-		}
-		dir := filepath.Join("/proc", pid)
-		tids, _ := entries(filepath.Join(dir, "task"))
-		for _, tid := range tids {
-			s.link(filepath.Join(dir, "task", tid, "ns/mnt"))
-		}
-		fds, _ := entries(filepath.Join(dir, "fd"))
-		for _, fd := range fds {
-			s.link(filepath.Join(dir, "fd", fd))
-		}
+	fds, _ := entries(filepath.Join(dir, "fd"))
+	for _, fd := range fds {
+		s.link(filepath.Join(dir, "fd", fd))
 	}
-	return nil
-}
-
-// processes lists the process numbers in /proc.
-func processes() ([]string, error) {
-	names, err := entries("/proc")
-	return slices.DeleteFunc(names, func(name string) bool { return name[0] < '0' || name[0] > '9' }), err
-}
-
-func entries(dir string) ([]string, error) {
-	d, err := os.Open(dir)
-	if err != nil {
-		return nil, err
-	}
-	defer d.Close()
-	return d.Readdirnames(-1)
+	return struct{}{}
 }
 
 // link adds the namespace a link of /proc leads to, if it is one and is new.
@@ -185,15 +168,24 @@ func (s *search) link(path string) {
 	if err != nil {
 		return
 	}
-	if inode, ok := namespaceName(text); ok && s.found[inode] == nil {
+	if inode, ok := namespaceName(text); ok && !s.has(inode) {
 		if n, err := openPath(path, s.features); err == nil {
 			s.add(n)
 		}
 	}
 }
 
+func (s *search) has(inode uint64) bool {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return s.found[inode] != nil
+}
+
+// add keeps a namespace that is new and closes any other.
 func (s *search) add(n *Namespace) bool {
-	if s.found[n.inode] != nil {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.found == nil || s.found[n.inode] != nil {
 		_ = n.Close()
 		return false
 	}
@@ -228,7 +220,7 @@ func (s *search) binds(ctx context.Context) error {
 		for i := range table.Mounts {
 			m := &table.Mounts[i]
 			inode, ok := namespaceName(m.Root)
-			if m.FSType != "nsfs" || !ok || s.found[inode] != nil {
+			if m.FSType != "nsfs" || !ok || s.has(inode) {
 				continue
 			}
 			_ = n.Do(ctx, func() error {

@@ -138,7 +138,7 @@ func TestLazilyDetachedMountHasHolders(t *testing.T) {
 	m, _ := tableOf(t, n).Top(dir)
 	holders := func() []Holder {
 		t.Helper()
-		found, err := Holders(t.Context(), m.ID)
+		found, err := Holders(bounded(t), m.ID)
 		must(t, err)
 		return found
 	}
@@ -164,7 +164,6 @@ func TestLazilyDetachedMountHasHolders(t *testing.T) {
 		{PID: sleeper.Process.Pid, Command: "sleep", By: "cwd", FD: -1, Path: "/"},
 	}
 	got := holders()
-	slices.SortFunc(got, func(a, b Holder) int { return a.PID - b.PID })
 	slices.SortFunc(want, func(a, b Holder) int { return a.PID - b.PID })
 	if diff := cmp.Diff(want, got); diff != "" {
 		t.Error(diff)
@@ -188,7 +187,7 @@ func TestHoldersSeesMappedFilesAndDetachedMounts(t *testing.T) {
 	must(t, err)
 	defer unix.Munmap(mapped)
 	must(t, unix.Close(file))
-	found, err := Holders(t.Context(), id)
+	found, err := Holders(bounded(t), id)
 	must(t, err)
 	var by []string
 	for _, h := range found {
@@ -203,7 +202,7 @@ func TestHoldersSeesMappedFilesAndDetachedMounts(t *testing.T) {
 // allByInode are the namespaces All finds.
 func allByInode(t *testing.T, f kernel.Features) map[uint64]bool {
 	t.Helper()
-	found, err := all(t.Context(), f)
+	found, err := all(bounded(t), f)
 	must(t, err)
 	defer CloseAll(found)
 	inodes := map[uint64]bool{}
@@ -275,7 +274,7 @@ func changeIn(c SnapshotChanges, id uint64) NamespaceChange {
 func TestSnapshotsCompareTheWholeMachine(t *testing.T) {
 	eachKernel(t, func(t *testing.T, f kernel.Features) {
 		take := func() *Snapshot {
-			s, err := takeSnapshot(t.Context(), f)
+			s, err := takeSnapshot(bounded(t), f)
 			must(t, err)
 			return s
 		}
@@ -297,11 +296,13 @@ func TestSnapshotsCompareTheWholeMachine(t *testing.T) {
 		if diff := cmp.Diff(NamespaceChange{ID: id, Added: []uint64{m.ID}}, changeIn(c, id)); diff != "" {
 			t.Error(diff)
 		}
-		if !slices.Contains(c.Appeared, laterID) || len(changeIn(c, laterID).Added) != tableOf(t, later).Len() {
+		// Without ids of their own a new namespace can have the number of one
+		// that went meanwhile.
+		if f.ListmountByNS && !slices.Contains(c.Appeared, laterID) || f.ListmountByNS && len(changeIn(c, laterID).Added) != tableOf(t, later).Len() {
 			t.Errorf("the new namespace %d is not told with its mounts: %+v", laterID, c)
 		}
 		back := after.Diff(before)
-		if !slices.Contains(back.Vanished, laterID) || !cmp.Equal(changeIn(back, id).Removed, []uint64{m.ID}) {
+		if f.ListmountByNS && !slices.Contains(back.Vanished, laterID) || !cmp.Equal(changeIn(back, id).Removed, []uint64{m.ID}) {
 			t.Errorf("backwards: %+v", back)
 		}
 		if same := after.Diff(after); !same.Empty() {
@@ -327,10 +328,10 @@ func TestMachineWatermark(t *testing.T) {
 		}
 		dir := t.TempDir()
 		inside(t, n, func() error { return mountTmpfs(dir+"/old", "") })
-		w, err := markMachine(t.Context(), f)
+		w, err := markMachine(bounded(t), f)
 		must(t, err)
 		since := func() MachineIncrement {
-			inc, err := w.since(t.Context(), f)
+			inc, err := w.since(bounded(t), f)
 			must(t, err)
 			w = inc.Next
 			return inc
@@ -346,6 +347,9 @@ func TestMachineWatermark(t *testing.T) {
 		inside(t, n, func() error { return unix.Unmount(dir+"/old", 0) })
 		if got := of(since(), id); len(got.New) != 0 || got.Unexplained != -1 {
 			t.Errorf("one is gone: %+v", got)
+		}
+		if !f.ListmountByNS {
+			return // a new namespace can have the number of one that went
 		}
 		later, err := n.Copy(t.Context())
 		must(t, err)

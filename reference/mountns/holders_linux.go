@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"os"
 	"path/filepath"
+	"slices"
 	"strconv"
 	"strings"
 
@@ -44,35 +45,32 @@ func (h Holder) String() string {
 // socket, a loop or swap file, or a mount that is stacked on this one.
 //
 // Files are looked at by their links in /proc, which asks no FUSE server; a
-// network filesystem may ask its server, so call this where it can be killed
-// if one may hang. A kernel without unique ids (before 6.8) is ENOTSUP.
+// network filesystem may ask its server. A process that cannot be looked into
+// because something there hangs keeps Holders waiting until ctx ends; the
+// holders found in all others are then returned with an error that names it. A
+// kernel without unique ids (before 6.8) is ENOTSUP.
 func Holders(ctx context.Context, id uint64) ([]Holder, error) {
 	if _, err := kernel.UniqueID(unix.AT_FDCWD, "/"); err != nil {
 		return nil, fmt.Errorf("mountns: holders of mount %d: %w", id, err)
 	}
-	pids, err := processes()
+	each, err := eachProcess(ctx, func(pid string) []Holder { return holdersIn(id, pid) })
+	found := slices.Concat(each...)
+	slices.SortStableFunc(found, func(a, b Holder) int { return a.PID - b.PID })
 	if err != nil {
-		return nil, fmt.Errorf("mountns: holders of mount %d: %w", id, err)
-	}
-	var found []Holder
-	for _, pid := range pids {
-		if err := ctx.Err(); err != nil {
-			return found, err
-		}
-		found = holdersIn(found, id, pid)
+		return found, fmt.Errorf("mountns: holders of mount %d: %w", id, err)
 	}
 	return found, nil
 }
 
-// holdersIn appends what one process holds. A process that ends meanwhile, or
-// may not be looked into, holds nothing.
-func holdersIn(found []Holder, id uint64, pid string) []Holder {
+// holdersIn is what one process holds. A process that ends meanwhile, or may not
+// be looked into, holds nothing.
+func holdersIn(id uint64, pid string) []Holder {
 	dir, err := unix.Open(filepath.Join("/proc", pid), unix.O_PATH|unix.O_DIRECTORY|unix.O_CLOEXEC, 0)
 	if err != nil {
-		return found
+		return nil
 	}
 	defer unix.Close(dir)
-	from := len(found)
+	var found []Holder
 	check := func(by string, fd int, link string) {
 		if kernel.LinkedMount(dir, link) != id {
 			return
@@ -94,9 +92,9 @@ func holdersIn(found []Holder, id uint64, pid string) []Holder {
 	for _, name := range maps {
 		check("map", -1, "map_files/"+name)
 	}
-	if len(found) > from {
+	if len(found) > 0 {
 		command, _ := os.ReadFile(filepath.Join("/proc", pid, "comm"))
-		for i := from; i < len(found); i++ {
+		for i := range found {
 			found[i].Command = strings.TrimSuffix(string(command), "\n")
 		}
 	}

@@ -80,6 +80,7 @@ func (s *Snapshot) walk(ctx context.Context) error {
 	err := walk(ctx, func(fd int, info kernel.NSInfo) (err error) {
 		starts = append(starts, len(ids))
 		s.Namespaces = append(s.Namespaces, NamespaceIDs{ID: info.ID})
+		ids = slices.Grow(ids, int(info.Mounts)+1) // one call a namespace
 		ids, err = listNamespace(ctx, ids, fd, info.ID, 0)
 		return err
 	})

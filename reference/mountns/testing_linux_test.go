@@ -8,6 +8,7 @@ import (
 	"os/exec"
 	"slices"
 	"testing"
+	"time"
 
 	"golang.org/x/sys/unix"
 
@@ -179,6 +180,14 @@ func child(t testing.TB, what string, args ...string) *exec.Cmd {
 	c.Args = append(c.Args[:1], args...)
 	c.Env = append(os.Environ(), childKey+"="+what)
 	return c
+}
+
+// bounded ends in half a minute: what looks into every process of the machine
+// waits for one that hangs, and is then to say which.
+func bounded(t testing.TB) context.Context {
+	ctx, cancel := context.WithTimeout(t.Context(), 30*time.Second)
+	t.Cleanup(cancel)
+	return ctx
 }
 
 // must stops the test at an error of a step it does not test.
