@@ -3,6 +3,7 @@ package block
 import (
 	"bytes"
 	"errors"
+	"flag"
 	"fmt"
 	"math/rand/v2"
 	"os"
@@ -65,8 +66,9 @@ func (m *mortal) again() {
 // call repeats a call while the driver dies in it.
 func (m *mortal) call(what string, call func() error) {
 	m.t.Helper()
-	for end := time.Now().Add(time.Minute); time.Now().Before(end); {
-		err := call()
+	var err error
+	for end := time.Now().Add(2 * time.Minute); time.Now().Before(end); {
+		err = call()
 		switch status.Code(err) {
 		case codes.OK:
 			return
@@ -79,7 +81,8 @@ func (m *mortal) call(what string, call func() error) {
 			m.t.Fatalf("%s after %d kills: %v\n%s", what, m.kills, err, log)
 		}
 	}
-	m.t.Fatalf("%s: no answer", what)
+	log, _ := os.ReadFile(filepath.Join(m.dir, "log"))
+	m.t.Fatalf("%s: no answer after %d kills, but %v\n%s", what, m.kills, err, log[max(0, len(log)-10000):])
 }
 
 // revive starts a driver if the last one is dead.
@@ -245,13 +248,10 @@ func TestKilledAtEachStep(t *testing.T) {
 	}
 }
 
-// The driver is killed at random moments of its work, 200 times for each
-// access type (20 in short runs).
+var wantedKills = flag.Int("kills", 30, "how often TestKilledAtRandom kills the driver, for each access type")
+
+// The driver is killed at random moments of its work.
 func TestKilledAtRandom(t *testing.T) {
-	want := 200
-	if testing.Short() {
-		want = 20
-	}
 	for name, c := range map[string]*csi.VolumeCapability{"raw": raw(), "ext4": mountOf("ext4")} {
 		t.Run(name, func(t *testing.T) {
 			m := &mortal{site: newSite(t)}
@@ -263,17 +263,18 @@ func TestKilledAtRandom(t *testing.T) {
 			done, ended := make(chan struct{}), make(chan struct{})
 			go func() {
 				defer close(ended)
-				for {
+				for i := range time.Duration(1 << 20) {
+					// Now and then it has the time to come to an end.
 					select {
 					case <-done:
 						return
-					case <-time.After(time.Duration(rand.Int64N(int64(most)))):
+					case <-time.After(rand.N(most * (1 + i%4))):
 						m.kill()
 					}
 				}
 			}()
 			lives := 0
-			for ; m.kills < want && !t.Failed(); lives++ {
+			for ; m.kills < *wantedKills && !t.Failed(); lives++ {
 				m.life(c, fmt.Sprint("v", lives))
 			}
 			close(done)

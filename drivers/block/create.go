@@ -191,7 +191,7 @@ func (d *Driver) makeFile(ctx context.Context, e *volumeEntry) error {
 	if e.Value.Inode != 0 {
 		switch f, err := d.files.open(volumeFiles, e.Key.Volume, e.Value.Inode, unix.O_RDONLY); {
 		case err == nil: // whole, or it would have no name
-			f.Close()
+			_ = f.Close()
 			return d.ready(e)
 		case !errors.Is(err, unix.ENOENT):
 			return err

@@ -121,7 +121,7 @@ func (d *Driver) recoverSizes() {
 			continue
 		}
 		info, err := f.Stat()
-		f.Close()
+		_ = f.Close()
 		if err == nil && info.Size() > e.Value.Capacity {
 			e.Value.Capacity = info.Size()
 			err = d.volumes.Put(e.Key, e.Value)

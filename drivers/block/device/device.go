@@ -62,7 +62,7 @@ func NewNodes() (*Nodes, error) {
 	if err != nil {
 		return nil, err
 	}
-	defer c.Close()
+	defer func() { _ = c.Close() }()
 	err = errors.Join(c.SetString("source", "csi-prepare"), c.SetString("mode", "0700"))
 	if err == nil {
 		err = c.Create()

@@ -28,11 +28,20 @@ func ReadUsage(dev io.ReaderAt, t Type) (Usage, error) {
 		return Usage{}, fmt.Errorf("read the %s superblock: %w", t, err)
 	}
 	u, ok := map[Type]func([]byte) (Usage, bool){Ext4: ext4Usage, XFS: xfsUsage, Btrfs: btrfsUsage}[t](sb)
-	if !ok {
+	if !ok || !u.sound() {
 		return Usage{}, fmt.Errorf("%s: %w", t, ErrSuperblock)
 	}
 	return u, nil
 }
+
+// sound tells whether the figures can be true: the superblock may be anybody's.
+func (u Usage) sound() bool {
+	return u.Available >= 0 && u.Available <= u.Free && u.Free <= u.Total && u.FilesFree >= 0 && u.FilesFree <= u.Files &&
+		u.Size > 0 && u.Size < maxSize
+}
+
+// maxSize is more than any device has, and lets no figure overflow.
+const maxSize = 1 << 60
 
 // ext4Usage reads struct ext4_super_block (fs/ext4/ext4.h).
 func ext4Usage(sb []byte) (Usage, bool) {
@@ -47,6 +56,9 @@ func ext4Usage(sb []byte) (Usage, bool) {
 		blocks |= int64(le.Uint32(sb[0x150:])) << 32
 		reserved |= int64(le.Uint32(sb[0x154:])) << 32
 		free |= int64(le.Uint32(sb[0x158:])) << 32
+	}
+	if blocks >= maxSize/block || free > blocks {
+		return Usage{}, false
 	}
 	return Usage{
 		Total: blocks * block, Free: free * block, Available: max(0, free-reserved) * block,
@@ -72,8 +84,11 @@ func xfsUsage(sb []byte) (Usage, bool) {
 	if string(sb[:4]) != "XFSB" {
 		return Usage{}, false
 	}
-	block := int64(be.Uint32(sb[4:]))
-	size, free := int64(be.Uint64(sb[8:]))*block, int64(be.Uint64(sb[144:]))*block
+	block, blocks, unused := int64(be.Uint32(sb[4:])), int64(be.Uint64(sb[8:])), int64(be.Uint64(sb[144:]))
+	if block < 512 || block > 64<<10 || blocks < 0 || blocks >= maxSize/block || unused < 0 || unused > blocks {
+		return Usage{}, false
+	}
+	size, free := blocks*block, unused*block
 	return Usage{
 		Total: size, Free: free, Available: free,
 		Files: int64(be.Uint64(sb[128:])), FilesFree: int64(be.Uint64(sb[136:])),
@@ -88,6 +103,9 @@ func btrfsUsage(sb []byte) (Usage, bool) {
 		return Usage{}, false
 	}
 	total, used := int64(le.Uint64(sb[0x70:])), int64(le.Uint64(sb[0x78:]))
+	if used < 0 {
+		return Usage{}, false
+	}
 	return Usage{Total: total, Free: total - used, Available: total - used, Size: total}, true
 }
 

@@ -46,7 +46,7 @@ func Open(dev *os.File, t Type, parameters ...string) (*View, error) {
 	if err != nil {
 		return nil, err
 	}
-	defer c.Close()
+	defer func() { _ = c.Close() }()
 	if err := c.SetString("source", fmt.Sprintf("/proc/self/fd/%d", dev.Fd())); err != nil {
 		return nil, err
 	}
