@@ -117,7 +117,7 @@ func openDevice(d *mountspec.BlockDevice, readonly bool) (*os.File, error) {
 		return nil, err
 	}
 	if err := sameDevice(f, sys, d); err != nil {
-		f.Close()
+		_ = f.Close()
 		return nil, fmt.Errorf("%s: %w", f.Name(), err)
 	}
 	return f, nil

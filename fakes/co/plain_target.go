@@ -117,7 +117,7 @@ func checkProtected(fd int) error {
 	if err := unix.Fstatfs(fd, &fs); err != nil {
 		return os.NewSyscallError("fstatfs", err)
 	}
-	if name := protected[int64(fs.Type)]; name != "" {
+	if name := protected[fs.Type]; name != "" {
 		return fmt.Errorf("lies in %s, which is the kernel's", name)
 	}
 	return nil

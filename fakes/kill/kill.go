@@ -145,7 +145,7 @@ func (c Commands) run(ctx context.Context, seat requirement.Actor, arguments []s
 	if err != nil {
 		return outcome{}, err
 	}
-	defer os.RemoveAll(directory)
+	defer os.RemoveAll(directory) //nolint:errcheck // a directory that stays is found by who looks for leftovers
 	in := func(name string) string { return filepath.Join(directory, name) }
 	for _, name := range []string{"grant", "state", "report", "work"} {
 		if err := os.Mkdir(in(name), 0o755); err != nil {

@@ -112,7 +112,7 @@ func (k killing) build(ctx context.Context) (c kill.Commands, remove func(), err
 	if err != nil {
 		return c, remove, err
 	}
-	remove = func() { os.RemoveAll(directory) }
+	remove = func() { _ = os.RemoveAll(directory) }
 	c.Sanity = filepath.Join(directory, "prepare-sanity")
 	output, err := exec.CommandContext(ctx, "go", "build", "-o", c.Sanity,
 		"github.com/csi-prepare/csi-prepare/sanity/cmd/prepare-sanity").CombinedOutput()
