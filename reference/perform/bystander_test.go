@@ -44,7 +44,7 @@ func TestWatchNoticesEveryChange(t *testing.T) {
 			{"detach", func() { must(r, unix.Unmount(b, unix.MNT_DETACH)) }},
 		} {
 			v := view{f: plain.probe()}
-			w, err := v.watch()
+			w, err := v.watch(nil, 0)
 			must(r, err)
 			if !w.quiet() {
 				t.Errorf("before %s: not quiet", change.name)
@@ -100,10 +100,10 @@ func TestBystanderStacksWhileUndoing(t *testing.T) {
 				}()
 				var refused, gone int
 				for range rounds {
-					p := r.perform(x.e, r.target("consumer/place"), []mountspec.Spec{bind("", "data")}, r.options())
+					p := r.perform(x.on(r), r.target("consumer/place"), []mountspec.Spec{bind("", "data")}, r.options())
 					allowed.Store(true)
 					for {
-						err := x.e.Undo(r.ctx, nil, p.Receipts)
+						err := x.on(r).Undo(r.ctx, nil, p.Receipts)
 						if err == nil {
 							gone++
 							break

@@ -108,29 +108,29 @@ func TestFilesystemOnADevice(t *testing.T) {
 			t.Run(fstype+"/"+x.name, func(t *testing.T) {
 				inside(t, func(r *rig) {
 					d := r.loop(fstype)
-					before, fds := r.table(), openFiles(t)
-					p := r.perform(x.e, r.target("consumer/place"), []mountspec.Spec{d.spec("", fstype)}, r.options())
+					fds, before := x.openFiles(r), r.table()
+					p := r.perform(x.on(r), r.target("consumer/place"), []mountspec.Spec{d.spec("", fstype)}, r.options())
 					r.write("consumer/place/kept", "kept")
 					m, _ := r.mountOf(p.Receipts[0])
 					if m.FSType != fstype || m.Attributes() != "rw,nosuid,nodev,relatime" {
 						t.Errorf("got %s with %s", m, m.Attributes())
 					}
-					r.undo(x.e, p.Receipts)
+					r.undo(x.on(r), p.Receipts)
 					r.same(before)
 					d.free(r)
 					// Again, read-only as a whole.
 					ro := d.spec("", fstype, func(k *mountspec.Filesystem) { k.SuperblockReadonly = true })
-					p = r.perform(x.e, r.target("consumer/place"), []mountspec.Spec{ro}, r.options())
+					p = r.perform(x.on(r), r.target("consumer/place"), []mountspec.Spec{ro}, r.options())
 					if m, _ := r.mountOf(p.Receipts[0]); !m.SBReadonly {
 						t.Error("the superblock is writable")
 					}
 					if text, err := os.ReadFile(r.path("consumer/place/kept")); err != nil || string(text) != "kept" {
 						t.Errorf("got %q, %v", text, err)
 					}
-					r.undo(x.e, p.Receipts)
+					r.undo(x.on(r), p.Receipts)
 					r.same(before)
 					d.free(r)
-					if got := openFiles(t); got != fds {
+					if got := x.openFiles(r); got != fds {
 						t.Errorf("%d files are open, %d were before", got, fds)
 					}
 				})
@@ -227,7 +227,8 @@ func params(words ...string) (all []func(*mountspec.Filesystem)) {
 func TestDeviceRefused(t *testing.T) {
 	inside(t, func(r *rig) {
 		d := r.loop("ext4")
-		before, fds := r.table(), openFiles(t)
+		executors[1].on(r) // made before the table is read
+		before := r.table()
 		for _, test := range []struct {
 			name   string
 			change func(*mountspec.BlockDevice)
@@ -240,6 +241,7 @@ func TestDeviceRefused(t *testing.T) {
 			{name: "another filesystem", fstype: "xfs", want: unix.EINVAL},
 		} {
 			for _, x := range executors {
+				fds := x.openFiles(r)
 				spec := d.spec("", "ext4")
 				k := spec.Kind.(*mountspec.Filesystem)
 				if test.change != nil {
@@ -248,20 +250,20 @@ func TestDeviceRefused(t *testing.T) {
 				if test.fstype != "" {
 					k.Type = test.fstype
 				}
-				p, err := x.e.Perform(r.ctx, r.target("consumer/place"), []mountspec.Spec{spec}, r.options())
+				p, err := x.on(r).Perform(r.ctx, r.target("consumer/place"), []mountspec.Spec{spec}, r.options())
 				if !errors.Is(err, test.want) {
 					t.Errorf("%s/%s: got %v, want %v", test.name, x.name, err, test.want)
 				}
 				if err == nil {
-					r.undo(x.e, p.Receipts)
+					r.undo(x.on(r), p.Receipts)
 				}
 				r.same(before)
+				if got := x.openFiles(r); got != fds {
+					t.Errorf("%d files are open, %d were before", got, fds)
+				}
 			}
 		}
 		d.free(r)
-		if got := openFiles(t); got != fds {
-			t.Errorf("%d files are open, %d were before", got, fds)
-		}
 	})
 }
 

@@ -65,7 +65,7 @@ func TestPerformElsewhere(t *testing.T) {
 					}} {
 						o := r.options(func(o *Options) { o.Policy.CreateTarget, o.Journal = true, journal })
 						to := Target{Namespace: there, Path: r.path("consumer/new/place")}
-						p, err := x.e.Perform(r.ctx, to, nested(), o)
+						p, err := x.on(r).Perform(r.ctx, to, nested(), o)
 						if x.old {
 							var unsupported *mountspec.UnsupportedError
 							if !errors.As(err, &unsupported) {
@@ -82,11 +82,11 @@ func TestPerformElsewhere(t *testing.T) {
 							_, err := os.Stat(r.path("consumer/new/place/file"))
 							return err
 						}))
-						if err := x.e.Undo(r.ctx, nil, p.Receipts); !errors.Is(err, ErrForeign) {
+						if err := x.on(r).Undo(r.ctx, nil, p.Receipts); !errors.Is(err, ErrForeign) {
 							t.Errorf("undo here: %v, want ErrForeign", err)
 						}
 						for range 2 {
-							must(r, x.e.Undo(r.ctx, there, p.Receipts))
+							must(r, x.on(r).Undo(r.ctx, there, p.Receipts))
 						}
 						if d := mountns.Diff(theirs, tableOf(r, there)); !d.Empty() {
 							t.Errorf("left there:\n%s", d)
@@ -131,18 +131,18 @@ func TestPerformInARootOfItsOwn(t *testing.T) {
 			if x.old {
 				continue
 			}
-			p, err := x.e.Perform(r.ctx, Target{Namespace: there, Path: "/place"}, nested(), r.options())
+			p, err := x.on(r).Perform(r.ctx, Target{Namespace: there, Path: "/place"}, nested(), r.options())
 			must(r, err)
 			if p.Receipts[1].Target != "/place/sub" {
 				t.Errorf("%s: target %q", x.name, p.Receipts[1].Target)
 			}
 			var f *os.File
 			must(r, there.Do(r.ctx, func() (err error) { f, err = os.Open("/place/file"); return err }))
-			if err := x.e.Undo(r.ctx, there, p.Receipts); !errors.Is(err, unix.EBUSY) {
+			if err := x.on(r).Undo(r.ctx, there, p.Receipts); !errors.Is(err, unix.EBUSY) {
 				t.Errorf("%s: busy: %v", x.name, err)
 			}
 			must(r, f.Close())
-			must(r, x.e.Undo(r.ctx, there, p.Receipts))
+			must(r, x.on(r).Undo(r.ctx, there, p.Receipts))
 			if d := mountns.Diff(theirs, tableOf(r, there)); !d.Empty() {
 				t.Errorf("%s: left\n%s", x.name, d)
 			}
@@ -269,12 +269,12 @@ func TestForcedFeatures(t *testing.T) {
 	if all != (mountspec.Features{MountAPI: true, DetachedTrees: true, ExclusiveCreate: true, UniqueIDs: true, Openat2: true}) {
 		t.Skipf("this kernel offers only %+v", all)
 	}
-	for _, x := range executors[1:] {
-		if x.e.probe() == all {
+	for _, x := range executors[2:] {
+		if x.probe() == all {
 			t.Errorf("%s lacks nothing", x.name)
 		}
 	}
-	if got := executors[4].e.probe(); got != (mountspec.Features{}) {
+	if got := executors[5].probe(); got != (mountspec.Features{}) {
 		t.Errorf("mount(2) only has %+v", got)
 	}
 }

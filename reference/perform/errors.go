@@ -87,7 +87,7 @@ type BusyError struct {
 	// unique id: somebody else's, which are never taken away.
 	Mounts []uint64
 	// Holders are the processes found to use it, as far as that could be
-	// seen in a fifth of a second: the list may be empty or incomplete.
+	// seen in half a second: the list may be empty or incomplete.
 	Holders []mountns.Holder
 }
 

@@ -37,35 +37,36 @@ func TestFailureAtEachStep(t *testing.T) {
 				private := func() { r.mount("", r.dir, "", unix.MS_PRIVATE, "") }
 				for _, parent := range []func(){private, shared} {
 					parent()
-					failEachStep(r, x.e)
+					failEachStep(r, x)
 				}
 			})
 		})
 	}
 }
 
-func failEachStep(r *rig, e *Executor) {
+func failEachStep(r *rig, x way) {
 	r.Helper()
+	fds := x.openFiles(r)
 	machine, err := mountns.TakeSnapshot(r.ctx)
 	must(r, err)
-	before, files, fds := r.table(), r.tree("consumer"), openFiles(r.T)
+	before, files := r.table(), r.tree("consumer")
 	o := r.options(func(o *Options) {
 		o.Policy.CreateTarget = true
 		o.Journal = func([]Receipt) error { return nil }
 	})
 	for n := 0; ; n++ {
 		count, failed := 0, ""
-		broken := Executor{features: e.features, before: func(step string) error {
+		broken := x.failing(r, func(step string) error {
 			if count++; count == n+1 {
 				failed = step
 				return errInjected
 			}
 			return nil
-		}}
+		})
 		p, err := broken.Perform(r.ctx, r.target("consumer/new/place"), nested(), o)
 		if failed == "" {
 			must(r, err)
-			r.undo(e, p.Receipts)
+			r.undo(x.on(r), p.Receipts)
 			r.Logf("%d steps", n)
 			if n < 10 {
 				r.Errorf("only %d steps", n)
@@ -80,7 +81,7 @@ func failEachStep(r *rig, e *Executor) {
 		if got := r.tree("consumer"); got != files {
 			r.Errorf("failed at %s: it left\n%s", failed, got)
 		}
-		if got := openFiles(r.T); got != fds {
+		if got := x.openFiles(r); got != fds {
 			r.Errorf("failed at %s: %d files are open, %d were before", failed, got, fds)
 		}
 	}
@@ -101,28 +102,28 @@ func TestFailureAtEachStepOfUndo(t *testing.T) {
 	for _, x := range executors {
 		t.Run(x.name, func(t *testing.T) {
 			inside(t, func(r *rig) {
-				before, files, fds := r.table(), r.tree("consumer"), openFiles(t)
+				fds, before, files := x.openFiles(r), r.table(), r.tree("consumer")
 				o := r.options(func(o *Options) { o.Policy.CreateTarget = true })
 				for n := 0; ; n++ {
-					p := r.perform(x.e, r.target("consumer/new/place"), nested(), o)
+					p := r.perform(x.on(r), r.target("consumer/new/place"), nested(), o)
 					count, failed := 0, false
-					broken := Executor{features: x.e.features, before: func(string) error {
+					broken := x.failing(r, func(string) error {
 						if count++; count == n+1 {
 							failed = true
 							return errInjected
 						}
 						return nil
-					}}
+					})
 					err := broken.Undo(r.ctx, nil, p.Receipts)
 					if failed != errors.Is(err, errInjected) {
 						t.Fatalf("step %d: %v", n, err)
 					}
-					r.undo(x.e, p.Receipts)
+					r.undo(x.on(r), p.Receipts)
 					r.same(before)
 					if got := r.tree("consumer"); got != files {
 						t.Errorf("step %d: it left\n%s", n, got)
 					}
-					if got := openFiles(t); got != fds {
+					if got := x.openFiles(r); got != fds {
 						t.Errorf("step %d: %d files are open, %d were before", n, got, fds)
 					}
 					if !failed {
@@ -156,7 +157,7 @@ func TestJournalIsEnough(t *testing.T) {
 						return nil
 					}
 				})
-				p := r.perform(x.e, r.target("consumer/new/place"), nested(), o)
+				p := r.perform(x.on(r), r.target("consumer/new/place"), nested(), o)
 				if d := mountns.Diff(before, atJournal); !d.Empty() {
 					t.Errorf("visible before the journal:\n%s", d)
 				}
@@ -166,7 +167,7 @@ func TestJournalIsEnough(t *testing.T) {
 						t.Errorf("the journal had %+v, the receipt is %+v", seen[i], p.Receipts[i])
 					}
 				}
-				r.undo(&Executor{features: x.e.features}, seen)
+				r.undo(&Executor{features: x.on(r).features}, seen)
 				r.same(before)
 				if got := r.tree("consumer"); got != files {
 					t.Errorf("it left\n%s", got)

@@ -65,6 +65,7 @@ type Executor struct {
 	features func() kernel.Features
 	cache    *cache
 	trash    *trash
+	watches  *watches
 
 	// before is called before each step of a plan and each call of an undo
 	// that changes something, and fails it if it returns an error. Only

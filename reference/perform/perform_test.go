@@ -254,7 +254,7 @@ func TestPerform(t *testing.T) {
 					if test.prepare != nil {
 						test.prepare(r)
 					}
-					before, fds := r.table(), openFiles(t)
+					fds, before := x.openFiles(r), r.table()
 					o := r.options()
 					if test.options != nil {
 						test.options(&o)
@@ -264,19 +264,19 @@ func TestPerform(t *testing.T) {
 						target = "consumer/place"
 					}
 					specs := test.specs(r)
-					p := r.perform(x.e, r.target(target), specs, o)
-					if got := openFiles(t); got != fds {
+					p := r.perform(x.on(r), r.target(target), specs, o)
+					if got := x.openFiles(r); got != fds {
 						t.Errorf("%d files open after Perform, %d before", got, fds)
 					}
 					checkReceipts(r, p, specs)
 					for _, l := range test.look {
 						l(r, p)
 					}
-					r.undo(x.e, p.Receipts)
+					r.undo(x.on(r), p.Receipts)
 					r.same(before)
-					r.undo(x.e, p.Receipts) // again
+					r.undo(x.on(r), p.Receipts) // again
 					r.same(before)
-					if got := openFiles(t); got != fds {
+					if got := x.openFiles(r); got != fds {
 						t.Errorf("%d files open after Undo, %d before", got, fds)
 					}
 				})

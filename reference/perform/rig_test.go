@@ -21,6 +21,8 @@ type rig struct {
 	ctx context.Context
 	ns  *mountns.Namespace
 	dir string // the tmpfs
+
+	keeping *Executor // that keeps what it can, for the way "keeping"
 }
 
 // inside runs test in a private namespace, on a thread that is in it.
@@ -44,6 +46,11 @@ func inside(t *testing.T, test func(r *rig)) {
 		r.write("grant/data/file", "data")
 		r.mkdir("consumer/place")
 		r.write("consumer/file", "")
+		defer func() {
+			if r.keeping != nil {
+				must(r, r.keeping.Close())
+			}
+		}()
 		test(r)
 		return nil
 	})
@@ -169,17 +176,63 @@ func without(lack func(*kernel.Features)) *Executor {
 	}}
 }
 
-// executors are the ways to perform: as this kernel can, and as older ones.
-var executors = []struct {
+// way is a way to perform.
+type way struct {
 	name string
-	e    *Executor
-	old  bool // mount(2) only
-}{
+	e    *Executor // nil for one that keeps what it can
+	old  bool      // mount(2) only
+}
+
+// executors are the ways to perform: as this kernel can, and as older ones.
+var executors = []way{
 	{name: "as probed", e: &Executor{}},
+	{name: "keeping"},
 	{name: "no detached trees", e: without(func(f *kernel.Features) { f.DetachedTree, f.DetachedClone = false, false })},
 	{name: "no unique ids", e: without(func(f *kernel.Features) {
 		f.UniqueID, f.Statmount, f.Listmount = false, false, false
 	})},
 	{name: "no openat2", e: without(func(f *kernel.Features) { f.Openat2 = false })},
 	{name: "mount(2) only", old: true, e: without(func(f *kernel.Features) { *f = kernel.Features{} })},
+}
+
+// on returns the executor for the rig.
+func (w way) on(r *rig) *Executor {
+	if w.e != nil {
+		return w.e
+	}
+	if r.keeping == nil {
+		var err error
+		r.keeping, err = NewExecutor(Keep{Sources: true, Trash: r.mkdir("trash")})
+		must(r, err)
+	}
+	return r.keeping
+}
+
+// failing returns the executor with a hook before each step.
+func (w way) failing(r *rig, before func(step string) error) *Executor {
+	e := *w.on(r)
+	e.before = before
+	return &e
+}
+
+// openFiles counts the descriptors of this process, without those that the
+// executor keeps on purpose.
+func (w way) openFiles(r *rig) int {
+	r.Helper()
+	e := w.on(r) // made here, if it is not yet
+	n := openFiles(r.T)
+	if e.cache != nil {
+		n -= len(e.cache.kept)
+	}
+	if e.watches != nil && e.watches.free != nil {
+		n--
+	}
+	return n
+}
+
+func (w way) probe() mountspec.Features {
+	if w.e == nil {
+		return plain.probe()
+	}
+	return w.e.probe()
 }

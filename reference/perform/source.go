@@ -77,12 +77,7 @@ func (x *performance) checkSource(u *unit, s *mountspec.Step) error {
 }
 
 func (x *performance) clone(u *unit, s *mountspec.Step) (err error) {
-	flags := uint(unix.OPEN_TREE_CLONE)
-	if s.Recursive {
-		flags |= unix.AT_RECURSIVE
-	}
-	from := x.sourceFD(u, s)
-	if u.mount, err = x.e.clone(x, from, u, s, flags); err != nil || !s.Recursive {
+	if u.mount, err = x.e.clone(x, s, x.sourceFD(u, s)); err != nil || !s.Recursive {
 		return err
 	}
 	// Ids are counted: one taken now is greater than those of the tree.

@@ -89,6 +89,10 @@ func (t *taking) find(id uint64, r *Receipt) (kernel.MountStat, error) {
 	if id == 0 {
 		return kernel.MountStat{}, t.findUnnamed(r)
 	}
+	if m := t.v.seen; m.ID == id {
+		t.v.seen = kernel.MountStat{}
+		return m, nil
+	}
 	m, err := t.v.lookup(t.ctx, id)
 	if errors.Is(err, unix.ENOENT) {
 		return kernel.MountStat{}, nil
@@ -136,7 +140,7 @@ func (t *taking) try(m *kernel.MountStat) error {
 		return errCovered
 	}
 	defer unix.Close(fd)
-	w, err := t.v.watch()
+	w, err := t.v.watch(t.e.watches, m.NS)
 	if err != nil {
 		return err
 	}
@@ -243,40 +247,6 @@ func (t *taking) busy(m *kernel.MountStat) error {
 
 func (t *taking) busyWith(m *kernel.MountStat, on []uint64) error {
 	return &BusyError{Index: t.index, MountID: m.ID, Target: m.Point, Mounts: on}
-}
-
-// watch notices that the mounts of the thread's namespace change.
-type watch struct{ fd int }
-
-// watch begins to watch, where that is possible: in a namespace entered on
-// behalf of a consumer, /proc is whatever the consumer has put there.
-func (v *view) watch() (*watch, error) {
-	if v.ns != nil {
-		return &watch{-1}, nil
-	}
-	fd, err := open(unix.AT_FDCWD, "/proc/thread-self/mountinfo", unix.O_RDONLY)
-	return &watch{fd}, err
-}
-
-func (w *watch) close() {
-	if w.fd >= 0 {
-		_ = unix.Close(w.fd)
-	}
-}
-
-// quiet reports whether certainly nothing has changed since watch. poll(2) on
-// mountinfo tells of every attaching, moving and detaching once.
-func (w *watch) quiet() bool {
-	if w.fd < 0 {
-		return false
-	}
-	fds := [1]unix.PollFd{{Fd: int32(w.fd), Events: unix.POLLPRI}}
-	for {
-		n, err := unix.Poll(fds[:], 0)
-		if err != unix.EINTR {
-			return err == nil && n == 0
-		}
-	}
 }
 
 // name names a file in a directory for a system call that takes a path only.

@@ -110,7 +110,7 @@ func TestTargetRefused(t *testing.T) {
 		},
 	} {
 		for _, x := range executors {
-			if test.policy.FollowLinks && !x.e.probe().Openat2 {
+			if test.policy.FollowLinks && !x.probe().Openat2 {
 				continue // then no link is followed at all
 			}
 			t.Run(test.name+"/"+x.name, func(t *testing.T) {
@@ -118,7 +118,7 @@ func TestTargetRefused(t *testing.T) {
 					if test.prepare != nil {
 						test.prepare(r)
 					}
-					before, fds, files := r.table(), openFiles(t), r.tree("consumer")
+					fds, before, files := x.openFiles(r), r.table(), r.tree("consumer")
 					path := r.path(test.path)
 					switch test.abs {
 					case "":
@@ -134,9 +134,9 @@ func TestTargetRefused(t *testing.T) {
 						specs = []mountspec.Spec{bind("", "data")}
 					}
 					o := r.options(func(o *Options) { o.Policy = test.policy })
-					_, err := x.e.Perform(r.ctx, Target{Path: path}, specs, o)
+					_, err := x.on(r).Perform(r.ctx, Target{Path: path}, specs, o)
 					var failed *Error
-					if strings.Contains(test.name, "link") && !x.e.probe().Openat2 && errors.Is(err, unix.ELOOP) {
+					if strings.Contains(test.name, "link") && !x.probe().Openat2 && errors.Is(err, unix.ELOOP) {
 						err = &Error{Err: test.want} // a walk stops at the link itself
 					}
 					if !errors.Is(err, test.want) || !errors.As(err, &failed) {
@@ -146,7 +146,7 @@ func TestTargetRefused(t *testing.T) {
 					if got := r.tree("consumer"); got != files {
 						t.Errorf("the consumer has changed:\n%s\nwas:\n%s", got, files)
 					}
-					if got := openFiles(t); got != fds {
+					if got := x.openFiles(r); got != fds {
 						t.Errorf("%d files open, %d before", got, fds)
 					}
 				})
@@ -210,27 +210,27 @@ func TestCreateTarget(t *testing.T) {
 				create := func(o *Options) { o.Policy.CreateTarget = true }
 				before, files := r.table(), r.tree("consumer")
 
-				p := r.perform(x.e, r.target("consumer/place/a/b"), []mountspec.Spec{bind("", "data")}, r.options(create))
+				p := r.perform(x.on(r), r.target("consumer/place/a/b"), []mountspec.Spec{bind("", "data")}, r.options(create))
 				want := []string{r.path("consumer/place/a"), r.path("consumer/place/a/b")}
 				checkCreated(r, p.Receipts[0].Created, false, want...)
-				r.undo(x.e, p.Receipts)
+				r.undo(x.on(r), p.Receipts)
 				r.same(before)
 				if got := r.tree("consumer"); got != files {
 					t.Errorf("undo left\n%s\nwas\n%s", got, files)
 				}
 
 				file := bind("", "data/file", func(s *mountspec.Spec) { s.Kind.(*mountspec.Bind).IsFile = true })
-				p = r.perform(x.e, r.target("consumer/new"), []mountspec.Spec{file}, r.options(create))
+				p = r.perform(x.on(r), r.target("consumer/new"), []mountspec.Spec{file}, r.options(create))
 				checkCreated(r, p.Receipts[0].Created, true, r.path("consumer/new"))
-				r.undo(x.e, p.Receipts)
+				r.undo(x.on(r), p.Receipts)
 				if got := r.tree("consumer"); got != files {
 					t.Errorf("undo left\n%s\nwas\n%s", got, files)
 				}
 
 				// Nothing is created for what is there.
-				p = r.perform(x.e, r.target("consumer/place"), []mountspec.Spec{bind("", "data")}, r.options(create))
+				p = r.perform(x.on(r), r.target("consumer/place"), []mountspec.Spec{bind("", "data")}, r.options(create))
 				checkCreated(r, p.Receipts[0].Created, false)
-				r.undo(x.e, p.Receipts)
+				r.undo(x.on(r), p.Receipts)
 				r.same(before)
 			})
 		})

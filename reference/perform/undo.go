@@ -60,7 +60,7 @@ func (e *Executor) Undo(ctx context.Context, ns *mountns.Namespace, receipts []R
 }
 
 // holderTime bounds the search for who keeps a mount busy.
-const holderTime = 200 * time.Millisecond
+const holderTime = 500 * time.Millisecond
 
 // searching holds the one search that may be under way: to look at a process
 // that hangs in execve(2) hangs too, and no number of searches would help.
@@ -114,24 +114,23 @@ func (e *Executor) undoHere(ctx context.Context, v *view, receipts []Receipt) er
 // checkNamespace sees that the receipts are of the namespace the thread is in.
 // A unique id that is found here proves it; else the namespace is asked.
 func (v *view) checkNamespace(ctx context.Context, receipts []Receipt) error {
+	last := len(receipts) - 1
 	here := uint64(0)
 	if v.ns != nil {
 		here = v.ns.ID()
+	} else if v.f.UniqueIDs {
+		if m, err := v.lookup(ctx, receipts[last].MountID); err == nil {
+			here, v.seen = m.NS, m
+		}
+	}
+	if here == 0 {
+		var err error
+		if here, err = nsID(nil); err != nil {
+			return &Error{-1, "find the namespace", err}
+		}
 	}
 	for i := range receipts {
-		r := &receipts[i]
-		if here == 0 && v.f.UniqueIDs {
-			if m, err := v.lookup(ctx, r.MountID); err == nil && m.NS == r.MntnsID {
-				continue
-			}
-		}
-		if here == 0 {
-			var err error
-			if here, err = nsID(nil); err != nil {
-				return &Error{i, "find the namespace", err}
-			}
-		}
-		if r.MntnsID != here {
+		if receipts[i].MntnsID != here {
 			return &Error{i, "find the namespace", ErrForeign}
 		}
 	}
@@ -141,10 +140,15 @@ func (v *view) checkNamespace(ctx context.Context, receipts []Receipt) error {
 // undoMounts takes the mounts of the receipts away, the last first, and looks
 // for each of them again at the end.
 func (e *Executor) undoMounts(ctx context.Context, v *view, receipts []Receipt) error {
-	for i := len(receipts) - 1; i >= 0; i-- {
-		if err := e.undoOne(ctx, v, i, &receipts[i]); err != nil {
-			return err
-		}
+	err := errNoTrash
+	if e.trash.batchable(v, receipts) {
+		err = e.trash.take(ctx, e, receipts)
+	}
+	if errors.Is(err, errNoTrash) {
+		err = e.undoSequence(ctx, v, receipts)
+	}
+	if err != nil {
+		return err
 	}
 	for i := range receipts {
 		r := &receipts[i]
@@ -157,6 +161,15 @@ func (e *Executor) undoMounts(ctx context.Context, v *view, receipts []Receipt) 
 		}
 		if err != nil && !errors.Is(err, unix.ENOENT) {
 			return &Error{i, "look again", err}
+		}
+	}
+	return nil
+}
+
+func (e *Executor) undoSequence(ctx context.Context, v *view, receipts []Receipt) error {
+	for i := len(receipts) - 1; i >= 0; i-- {
+		if err := e.undoOne(ctx, v, i, &receipts[i]); err != nil {
+			return err
 		}
 	}
 	return nil

@@ -158,10 +158,10 @@ func TestUndoBusy(t *testing.T) {
 					if specs == nil {
 						specs = []mountspec.Spec{bind("", "data")}
 					}
-					p := r.perform(x.e, r.target("consumer/place"), specs, r.options())
+					p := r.perform(x.on(r), r.target("consumer/place"), specs, r.options())
 					free := test.use(r)
 					used := r.table()
-					err := x.e.Undo(r.ctx, nil, p.Receipts)
+					err := x.on(r).Undo(r.ctx, nil, p.Receipts)
 					var busy *BusyError
 					if !errors.As(err, &busy) || !errors.Is(err, unix.EBUSY) {
 						t.Fatalf("got %v, want a *BusyError", err)
@@ -169,7 +169,11 @@ func TestUndoBusy(t *testing.T) {
 					if busy.Index != test.index {
 						t.Errorf("receipt %d is said to be busy, want %d: %v", busy.Index, test.index, err)
 					}
-					if test.check != nil && x.e.probe().UniqueIDs {
+					for n := 0; n < 5 && len(busy.Holders)+len(busy.Mounts) == 0 && !busy.Covered; n++ {
+						// A machine under load does not get through all processes.
+						_ = errors.As(x.on(r).Undo(r.ctx, nil, p.Receipts), &busy)
+					}
+					if test.check != nil && x.probe().UniqueIDs {
 						test.check(r, busy)
 					}
 					changes := mountns.Diff(used, r.table())
@@ -185,7 +189,7 @@ func TestUndoBusy(t *testing.T) {
 						t.Error("the busy mount is gone")
 					}
 					free()
-					r.undo(x.e, p.Receipts)
+					r.undo(x.on(r), p.Receipts)
 					r.same(before)
 				})
 			})
@@ -223,8 +227,8 @@ func TestUndoLeavesBystanders(t *testing.T) {
 				r.mkdir("consumer/other")
 				r.mount("beside", r.path("consumer/other"), "tmpfs", 0, "")
 				before := r.table()
-				p := r.perform(x.e, r.target("consumer/place"), []mountspec.Spec{bind("", "data"), tmpfs("sub")}, r.options())
-				r.undo(x.e, p.Receipts)
+				p := r.perform(x.on(r), r.target("consumer/place"), []mountspec.Spec{bind("", "data"), tmpfs("sub")}, r.options())
+				r.undo(x.on(r), p.Receipts)
 				r.same(before)
 			})
 		})

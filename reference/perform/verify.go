@@ -21,6 +21,8 @@ type view struct {
 	ns *mountns.Namespace
 	// own is opened on a kernel without unique ids, for its whole table.
 	own *mountns.Namespace
+	// seen is a mount that was read a moment ago, for its first use.
+	seen kernel.MountStat
 }
 
 func (x *performance) view() *view { return &view{f: x.f, ns: x.target.Namespace} }
