@@ -1,9 +1,7 @@
-package kernel_test
+package kernel
 
 import (
 	"testing"
-
-	"github.com/csi-prepare/csi-prepare/reference/kernel"
 )
 
 // event is one as the kernel writes it, native byte order little-endian.
@@ -22,7 +20,7 @@ func FuzzParseMountEvents(f *testing.F) {
 	f.Add(event(3, 1)[:39])
 	f.Add([]byte{0, 0, 0, 0})
 	f.Fuzz(func(t *testing.T, b []byte) {
-		events, err := kernel.ParseMountEvents(nil, b)
+		events, err := ParseMountEvents(nil, b)
 		if err == nil && len(events)*24 > len(b) {
 			t.Errorf("%d events in %d bytes", len(events), len(b))
 		}
@@ -30,11 +28,11 @@ func FuzzParseMountEvents(f *testing.F) {
 }
 
 func TestMountEventsAreReadInOrder(t *testing.T) {
-	events, err := kernel.ParseMountEvents(nil, append(event(1, 9), event(3, 8)...))
+	events, err := ParseMountEvents(nil, append(event(1, 9), event(3, 8)...))
 	if err != nil {
 		t.Fatal(err)
 	}
-	want := []kernel.MountEvent{{Mount: 9, Attached: true}, {Mount: 8, Attached: true, Detached: true}}
+	want := []MountEvent{{Mount: 9, Attached: true}, {Mount: 8, Attached: true, Detached: true}}
 	if len(events) != 2 || events[0] != want[0] || events[1] != want[1] {
 		t.Errorf("have %+v, want %+v", events, want)
 	}

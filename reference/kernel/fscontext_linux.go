@@ -124,12 +124,12 @@ func (c *FSContext) SetFD(key string, fd int) error {
 
 func (c *FSContext) set(key string, call func() error) error {
 	for {
-		err := call()
-		if err == nil {
+		switch errno := errnoOf(call()); errno {
+		case 0:
 			return nil
-		}
-		if err != unix.EINTR {
-			return c.fail("fsconfig", key, errnoOf(err))
+		case unix.EINTR:
+		default:
+			return c.fail("fsconfig", key, errno)
 		}
 	}
 }

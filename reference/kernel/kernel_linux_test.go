@@ -1,4 +1,4 @@
-package kernel_test
+package kernel
 
 import (
 	"errors"
@@ -11,8 +11,6 @@ import (
 	"testing"
 
 	"golang.org/x/sys/unix"
-
-	"github.com/csi-prepare/csi-prepare/reference/kernel"
 )
 
 // private runs a test function in a mount namespace of its own, on a thread
@@ -23,7 +21,7 @@ func private(t *testing.T, fn func() error) {
 		t.Skip("mounting needs root")
 	}
 	result := make(chan error, 1)
-	kernel.StartThread(func() {
+	StartThread(func() {
 		err := errors.New("the test function did not return")
 		defer func() { result <- err }()
 		if err = unix.Unshare(unix.CLONE_NEWNS); err != nil {
@@ -48,7 +46,7 @@ func need(t *testing.T, what string, have bool) {
 
 // tmpfs is a detached one with the parameters.
 func tmpfs(parameters ...string) (int, error) {
-	fs, err := kernel.OpenFS("tmpfs")
+	fs, err := OpenFS("tmpfs")
 	if err != nil {
 		return -1, err
 	}
@@ -65,9 +63,9 @@ func tmpfs(parameters ...string) (int, error) {
 }
 
 func TestErrorsCarryTheKernelsWords(t *testing.T) {
-	need(t, "the new mount API", kernel.Probe().NewMountAPI)
-	open := func() *kernel.FSContext {
-		fs, err := kernel.OpenFS("tmpfs")
+	need(t, "the new mount API", Probe().NewMountAPI)
+	open := func() *FSContext {
+		fs, err := OpenFS("tmpfs")
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -76,49 +74,49 @@ func TestErrorsCarryTheKernelsWords(t *testing.T) {
 	}
 	for _, c := range []struct {
 		name string
-		step func(*kernel.FSContext) error
+		step func(*FSContext) error
 		want string
 	}{
 		{
 			"unknown parameter",
-			func(fs *kernel.FSContext) error { return fs.SetString("bogus", "1") },
+			func(fs *FSContext) error { return fs.SetString("bogus", "1") },
 			`fsconfig tmpfs "bogus": invalid argument (kernel: tmpfs: Unknown parameter 'bogus')`,
 		},
 		{
 			"unknown flag",
-			func(fs *kernel.FSContext) error { return fs.SetFlag("nosuid") },
+			func(fs *FSContext) error { return fs.SetFlag("nosuid") },
 			`fsconfig tmpfs "nosuid": invalid argument (kernel: tmpfs: Unknown parameter 'nosuid')`,
 		},
 		{
 			"bad value",
-			func(fs *kernel.FSContext) error { return fs.SetString("size", "a lot") },
+			func(fs *FSContext) error { return fs.SetString("size", "a lot") },
 			`fsconfig tmpfs "size": invalid argument (kernel: tmpfs: Bad value for 'size')`,
 		},
 		{
 			"secret named by the kernel",
-			func(fs *kernel.FSContext) error { return fs.SetSecret("bogus", "bogus") },
+			func(fs *FSContext) error { return fs.SetSecret("bogus", "bogus") },
 			`fsconfig tmpfs "bogus": invalid argument (kernel: tmpfs: Unknown parameter '***')`,
 		},
 		{
 			"value too long",
-			func(fs *kernel.FSContext) error { return fs.SetString("source", strings.Repeat("x", 256)) },
+			func(fs *FSContext) error { return fs.SetString("source", strings.Repeat("x", 256)) },
 			`fsconfig tmpfs "source": invalid argument`,
 		},
 		{
 			"mounting before creating",
-			func(fs *kernel.FSContext) error { _, err := fs.Mount(0); return err },
+			func(fs *FSContext) error { _, err := fs.Mount(0); return err },
 			`fsmount tmpfs: invalid argument`,
 		},
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			err := c.step(open())
-			var fsErr *kernel.FSError
+			var fsErr *FSError
 			if !errors.As(err, &fsErr) || !errors.Is(err, unix.EINVAL) || err.Error() != c.want {
 				t.Errorf("have %v\nwant %s", err, c.want)
 			}
 		})
 	}
-	if _, err := kernel.OpenFS("no-such-fs"); !errors.Is(err, unix.ENODEV) || err.Error() != "fsopen no-such-fs: no such device" {
+	if _, err := OpenFS("no-such-fs"); !errors.Is(err, unix.ENODEV) || err.Error() != "fsopen no-such-fs: no such device" {
 		t.Errorf("unknown type: %v", err)
 	}
 	fs := open()
@@ -134,7 +132,7 @@ func TestErrorsCarryTheKernelsWords(t *testing.T) {
 }
 
 func TestUniqueIDStaysWithAMount(t *testing.T) {
-	need(t, "unique ids", kernel.Probe().UniqueID && kernel.Probe().NewMountAPI)
+	need(t, "unique ids", Probe().UniqueID && Probe().NewMountAPI)
 	dir := t.TempDir()
 	private(t, func() error {
 		fd, err := tmpfs()
@@ -142,30 +140,30 @@ func TestUniqueIDStaysWithAMount(t *testing.T) {
 			return err
 		}
 		defer unix.Close(fd)
-		id, err := kernel.UniqueID(fd, "")
+		id, err := UniqueID(fd, "")
 		if err != nil {
 			return err
 		}
-		if _, err := kernel.StatMount(0, id, kernel.StatBasic); !errors.Is(err, unix.ENOENT) {
+		if _, err := StatMount(0, id, StatBasic); !errors.Is(err, unix.ENOENT) {
 			t.Errorf("statmount of a detached mount: %v, want ENOENT", err)
 		}
 		if err := errors.Join(unix.Mkdirat(fd, "in", 0o700), unix.Symlinkat("in", fd, "link"), os.Mkdir(dir+"/a", 0o700), os.Mkdir(dir+"/b", 0o700)); err != nil {
 			return err
 		}
-		outside, err := kernel.UniqueID(unix.AT_FDCWD, dir)
+		outside, err := UniqueID(unix.AT_FDCWD, dir)
 		if err != nil {
 			return err
 		}
 		for _, point := range []string{dir + "/a", dir + "/b"} { // attach, then move
-			if err := kernel.MoveMountAt(fd, "", unix.AT_FDCWD, point, 0); err != nil {
+			if err := MoveMountAt(fd, "", unix.AT_FDCWD, point, 0); err != nil {
 				return err
 			}
-			got, root, err := kernel.MountRootID(unix.AT_FDCWD, point)
+			got, root, err := MountRootID(unix.AT_FDCWD, point)
 			if err != nil || got != id || !root {
 				t.Errorf("at %s: %d root %v %v, want %d", point, got, root, err, id)
 			}
 			for _, name := range []string{"/in", "/link"} {
-				got, root, err := kernel.MountRootID(unix.AT_FDCWD, point+name)
+				got, root, err := MountRootID(unix.AT_FDCWD, point+name)
 				if err != nil || got != id || root {
 					t.Errorf("at %s: %d root %v %v, want %d, not its root", point+name, got, root, err, id)
 				}
@@ -175,13 +173,13 @@ func TestUniqueIDStaysWithAMount(t *testing.T) {
 		if err := os.Symlink("b", dir+"/to-b"); err != nil {
 			return err
 		}
-		if got, err := kernel.UniqueID(unix.AT_FDCWD, dir+"/to-b"); err != nil || got != outside {
+		if got, err := UniqueID(unix.AT_FDCWD, dir+"/to-b"); err != nil || got != outside {
 			t.Errorf("through a link: %d %v, want %d", got, err, outside)
 		}
-		if got := kernel.LinkedMount(unix.AT_FDCWD, fmt.Sprintf("/proc/self/fd/%d", fd)); got != id {
+		if got := LinkedMount(unix.AT_FDCWD, fmt.Sprintf("/proc/self/fd/%d", fd)); got != id {
 			t.Errorf("LinkedMount: %d, want %d", got, id)
 		}
-		_, err = kernel.UniqueID(unix.AT_FDCWD, dir+"/absent")
+		_, err = UniqueID(unix.AT_FDCWD, dir+"/absent")
 		if !errors.Is(err, os.ErrNotExist) {
 			t.Errorf("absent: %v", err)
 		}
@@ -190,17 +188,17 @@ func TestUniqueIDStaysWithAMount(t *testing.T) {
 }
 
 func TestListing(t *testing.T) {
-	need(t, "listmount", kernel.Probe().Listmount && kernel.Probe().ListmountReverse)
+	need(t, "listmount", Probe().Listmount && Probe().ListmountReverse)
 	dir := t.TempDir()
 	private(t, func() error {
 		if err := unix.Mount("tmpfs", dir, "tmpfs", 0, ""); err != nil {
 			return err
 		}
-		mark, err := kernel.NewestMount(0)
+		mark, err := NewestMount(0)
 		if err != nil {
 			return err
 		}
-		top, err := kernel.UniqueID(unix.AT_FDCWD, dir)
+		top, err := UniqueID(unix.AT_FDCWD, dir)
 		if err != nil || mark != top {
 			return fmt.Errorf("the newest is %d, want %d, %w", mark, top, err)
 		}
@@ -210,7 +208,7 @@ func TestListing(t *testing.T) {
 			if err := errors.Join(os.Mkdir(point, 0o700), unix.Mount("tmpfs", point, "tmpfs", 0, "")); err != nil {
 				return err
 			}
-			id, err := kernel.UniqueID(unix.AT_FDCWD, point)
+			id, err := UniqueID(unix.AT_FDCWD, point)
 			if err != nil {
 				return err
 			}
@@ -218,26 +216,26 @@ func TestListing(t *testing.T) {
 		}
 		// However little room there is, all come, once, in order.
 		for _, room := range []int{0, 1, 7, 299, 300, 301, 4096} {
-			got, err := kernel.ListMounts(make([]uint64, 1, 1+room), 0, kernel.Root, mark)
+			got, err := ListMounts(make([]uint64, 1, 1+room), 0, Root, mark)
 			if err != nil || !slices.Equal(got[1:], want) {
 				t.Errorf("room for %d: %d ids, %v; want %d", room, len(got)-1, err, len(want))
 			}
 		}
-		if got, err := kernel.ListMounts(nil, 0, top, 0); err != nil || !slices.Equal(got, want) {
+		if got, err := ListMounts(nil, 0, top, 0); err != nil || !slices.Equal(got, want) {
 			t.Errorf("below one mount: %d ids, %v; want %d", len(got), err, len(want))
 		}
-		if got, err := kernel.ListMounts(nil, 0, kernel.Root, want[len(want)-1]); err != nil || len(got) != 0 {
+		if got, err := ListMounts(nil, 0, Root, want[len(want)-1]); err != nil || len(got) != 0 {
 			t.Errorf("above the newest: %v, %v", got, err)
 		}
 		return nil
 	})
-	if _, err := kernel.ListMounts(nil, 1<<60, kernel.Root, 0); err == nil {
+	if _, err := ListMounts(nil, 1<<60, Root, 0); err == nil {
 		t.Error("a namespace that does not exist was listed")
 	}
 }
 
 func TestStatMountTakesTextsOfAnyLength(t *testing.T) {
-	need(t, "statmount", kernel.Probe().Statmount)
+	need(t, "statmount", Probe().Statmount)
 	dir := t.TempDir()
 	private(t, func() error {
 		if err := errors.Join(unix.Mount("tmpfs", dir, "tmpfs", 0, ""), unix.Chdir(dir)); err != nil {
@@ -253,19 +251,19 @@ func TestStatMountTakesTextsOfAnyLength(t *testing.T) {
 		if err := unix.Mount("the source", ".", "tmpfs", unix.MS_NOSUID, "size=4m"); err != nil {
 			return err
 		}
-		id, err := kernel.NewestMount(0)
+		id, err := NewestMount(0)
 		if err != nil {
 			return err
 		}
-		s, err := kernel.StatMount(0, id, kernel.StatAll|kernel.StatSupported)
+		s, err := StatMount(0, id, StatAll|StatSupported)
 		if err != nil {
 			return err
 		}
 		if s.ID != id || s.Point != point || s.Source != "the source" || s.FSType != "tmpfs" || s.Root != "/" || s.Attr != unix.MOUNT_ATTR_NOSUID {
 			t.Errorf("%d bytes of point, want %d; %+v", len(s.Point), len(point), s)
 		}
-		only, err := kernel.StatMount(0, id, kernel.StatBasic)
-		if err != nil || only.Point != "" || only.ID != id || only.Mask != kernel.StatBasic {
+		only, err := StatMount(0, id, StatBasic)
+		if err != nil || only.Point != "" || only.ID != id || only.Mask != StatBasic {
 			t.Errorf("only the basics: %+v, %v", only, err)
 		}
 		return nil
@@ -273,48 +271,48 @@ func TestStatMountTakesTextsOfAnyLength(t *testing.T) {
 }
 
 func TestProbeBusy(t *testing.T) {
-	need(t, "unique ids", kernel.Probe().UniqueID)
+	need(t, "unique ids", Probe().UniqueID)
 	dir := t.TempDir()
 	private(t, func() error {
-		if busy, err := kernel.ProbeBusy(dir, 0); !errors.Is(err, unix.ESTALE) {
+		if busy, err := ProbeBusy(dir, 0); !errors.Is(err, unix.ESTALE) {
 			t.Errorf("no mount: busy %v, %v; want ESTALE", busy, err)
 		}
 		if err := unix.Mount("tmpfs", dir, "tmpfs", 0, ""); err != nil {
 			return err
 		}
-		id, err := kernel.UniqueID(unix.AT_FDCWD, dir)
+		id, err := UniqueID(unix.AT_FDCWD, dir)
 		if err != nil {
 			return err
 		}
 		for range 3 { // a probe does not unmount, however often
-			if busy, err := kernel.ProbeBusy(dir, id); busy || err != nil {
+			if busy, err := ProbeBusy(dir, id); busy || err != nil {
 				t.Errorf("idle: busy %v, %v", busy, err)
 			}
 		}
-		if _, err := kernel.ProbeBusy(dir, id+1); !errors.Is(err, unix.ESTALE) {
+		if _, err := ProbeBusy(dir, id+1); !errors.Is(err, unix.ESTALE) {
 			t.Errorf("another id: %v, want ESTALE", err)
 		}
 		file, err := os.Create(dir + "/file")
 		if err != nil {
 			return err
 		}
-		if busy, err := kernel.ProbeBusy(dir, id); !busy || err != nil {
+		if busy, err := ProbeBusy(dir, id); !busy || err != nil {
 			t.Errorf("a file is open: busy %v, %v", busy, err)
 		}
 		_ = file.Close()
 		if err := errors.Join(os.Mkdir(dir+"/child", 0o700), unix.Mount("tmpfs", dir+"/child", "tmpfs", 0, "")); err != nil {
 			return err
 		}
-		if busy, err := kernel.ProbeBusy(dir, id); !busy || err != nil {
+		if busy, err := ProbeBusy(dir, id); !busy || err != nil {
 			t.Errorf("something is mounted on it: busy %v, %v", busy, err)
 		}
-		if err := errors.Join(kernel.Unmount(dir+"/child", 0), os.Symlink(dir, dir+"/link")); err != nil {
+		if err := errors.Join(Unmount(dir+"/child", 0), os.Symlink(dir, dir+"/link")); err != nil {
 			return err
 		}
-		if err := kernel.Unmount(dir+"/link", 0); !errors.Is(err, unix.EINVAL) {
+		if err := Unmount(dir+"/link", 0); !errors.Is(err, unix.EINVAL) {
 			t.Errorf("unmounting a link: %v, want EINVAL", err)
 		}
-		if got, err := kernel.UniqueID(unix.AT_FDCWD, dir); err != nil || got != id {
+		if got, err := UniqueID(unix.AT_FDCWD, dir); err != nil || got != id {
 			t.Errorf("the mount is gone: %d %v, want %d", got, err, id)
 		}
 		return nil
@@ -322,7 +320,7 @@ func TestProbeBusy(t *testing.T) {
 }
 
 func TestResolution(t *testing.T) {
-	need(t, "openat2", kernel.Probe().Openat2)
+	need(t, "openat2", Probe().Openat2)
 	dir := t.TempDir()
 	must := func(err error) {
 		t.Helper()
@@ -355,12 +353,12 @@ func TestResolution(t *testing.T) {
 		{path: "absent", beneath: unix.ENOENT, inRoot: unix.ENOENT},
 		{path: "a\x00b", beneath: unix.EINVAL, inRoot: unix.EINVAL},
 	} {
-		fd, err := kernel.OpenBeneath(root, c.path, path)
+		fd, err := OpenBeneath(root, c.path, path)
 		if !errors.Is(err, c.beneath) {
 			t.Errorf("beneath %q: %v, want %v", c.path, err, c.beneath)
 		}
 		_ = unix.Close(fd)
-		fd, err = kernel.OpenInRoot(root, c.path, path)
+		fd, err = OpenInRoot(root, c.path, path)
 		if !errors.Is(err, c.inRoot) {
 			t.Errorf("in root %q: %v, want %v", c.path, err, c.inRoot)
 		}
@@ -369,7 +367,7 @@ func TestResolution(t *testing.T) {
 }
 
 func TestAttributesAndOrder(t *testing.T) {
-	f := kernel.Probe()
+	f := Probe()
 	need(t, "what this needs", f.NewMountAPI && f.MountSetattr && f.MoveBeneath && f.Statmount)
 	dir := t.TempDir()
 	private(t, func() error {
@@ -382,26 +380,26 @@ func TestAttributesAndOrder(t *testing.T) {
 			return err
 		}
 		attr := unix.MountAttr{Attr_set: unix.MOUNT_ATTR_RDONLY | unix.MOUNT_ATTR_NOATIME, Attr_clr: unix.MOUNT_ATTR__ATIME}
-		if err := kernel.MountSetattr(first, &attr, false); err != nil {
+		if err := MountSetattr(first, &attr, false); err != nil {
 			return err
 		}
-		if err := kernel.MoveMountAt(first, "", unix.AT_FDCWD, dir, 0); err != nil {
+		if err := MoveMountAt(first, "", unix.AT_FDCWD, dir, 0); err != nil {
 			return err
 		}
-		if err := kernel.MoveMountAt(second, "", unix.AT_FDCWD, dir, kernel.MoveMountBeneath); err != nil {
+		if err := MoveMountAt(second, "", unix.AT_FDCWD, dir, MoveMountBeneath); err != nil {
 			return err
 		}
 		ids := [2]uint64{}
 		for i, fd := range []int{first, second} {
-			if ids[i], err = kernel.UniqueID(fd, ""); err != nil {
+			if ids[i], err = UniqueID(fd, ""); err != nil {
 				return err
 			}
 			_ = unix.Close(fd)
 		}
-		if top, err := kernel.UniqueID(unix.AT_FDCWD, dir); err != nil || top != ids[0] {
+		if top, err := UniqueID(unix.AT_FDCWD, dir); err != nil || top != ids[0] {
 			t.Errorf("on top is %d %v, want the first, %d", top, err, ids[0])
 		}
-		s, err := kernel.StatMount(0, ids[0], kernel.StatAll)
+		s, err := StatMount(0, ids[0], StatAll)
 		want := uint64(unix.MOUNT_ATTR_RDONLY | unix.MOUNT_ATTR_NOATIME | unix.MOUNT_ATTR_NODEV)
 		if err != nil || s.Attr != want || s.ParentID != ids[1] {
 			t.Errorf("%+v %v, want attributes %#x and parent %d", s, err, want, ids[1])
@@ -415,7 +413,7 @@ func TestThreadsAreNeverTheLeaderAndEnd(t *testing.T) {
 	tids := make([]int, 100)
 	for i := range tids {
 		wg.Add(1)
-		kernel.StartThread(func() {
+		StartThread(func() {
 			defer wg.Done()
 			if tids[i] = unix.Gettid(); tids[i] == unix.Getpid() {
 				t.Error("on the leader")

@@ -51,7 +51,7 @@ func probeTmpfs(create func(*FSContext) error) (int, error) {
 	if err != nil {
 		return -1, err
 	}
-	defer fs.Close()
+	defer func() { _ = fs.Close() }()
 	if err := fs.SetString("source", "probe"); err != nil {
 		return -1, err
 	}

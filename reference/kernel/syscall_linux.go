@@ -40,7 +40,8 @@ func errnoOf(err error) unix.Errno {
 	if err == nil {
 		return 0
 	}
-	if errno, ok := err.(unix.Errno); ok {
+	var errno unix.Errno
+	if errors.As(err, &errno) {
 		return errno
 	}
 	return unix.EINVAL

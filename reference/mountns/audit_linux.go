@@ -48,7 +48,7 @@ func (n *Namespace) Mark(ctx context.Context) (Watermark, error) {
 	}
 	var w Watermark
 	err := n.reading(ctx, func(ns uint64) error {
-		count, err := steady(n.fd, func() (err error) {
+		count, err := n.steady(func() (err error) {
 			w.ID, err = kernel.NewestMount(ns)
 			return err
 		})
@@ -77,13 +77,10 @@ func (n *Namespace) incremental() bool {
 // mounts was another one afterwards.
 const steadyAttempts = 8
 
-// steady reads while the number of mounts stays the same, as far as that can be
-// had, and returns the number.
-func steady(fd int, read func() error) (int, error) {
-	before, err := kernel.NSStat(fd)
-	if err != nil {
-		return 0, err
-	}
+// steady reads while the number of mounts of the namespace open at fd stays the
+// same, as far as that can be had, and returns the number. before is the number
+// just before.
+func steady(fd int, before uint32, read func() error) (int, error) {
 	for range steadyAttempts {
 		if err := read(); err != nil {
 			return 0, err
@@ -92,12 +89,21 @@ func steady(fd int, read func() error) (int, error) {
 		if err != nil {
 			return 0, err
 		}
-		if after.Mounts == before.Mounts {
+		if after.Mounts == before {
 			break
 		}
-		before = after
+		before = after.Mounts
 	}
-	return int(before.Mounts), nil
+	return int(before), nil
+}
+
+// steady is the same for the namespace.
+func (n *Namespace) steady(read func() error) (int, error) {
+	before, err := kernel.NSStat(n.fd)
+	if err != nil {
+		return 0, err
+	}
+	return steady(n.fd, before.Mounts, read)
 }
 
 // Since returns what was mounted after the watermark, which must be one of this
@@ -112,7 +118,7 @@ func (n *Namespace) Since(ctx context.Context, w Watermark) (Increment, error) {
 	err := n.reading(ctx, func(ns uint64) error {
 		pooled := idBuffers.Get().(*[]uint64)
 		defer idBuffers.Put(pooled)
-		count, err := steady(n.fd, func() (err error) {
+		count, err := n.steady(func() (err error) {
 			*pooled, err = kernel.ListMounts((*pooled)[:0], ns, kernel.Root, w.ID)
 			return err
 		})

@@ -105,7 +105,10 @@ func TestPropagationText(t *testing.T) {
 		p    Propagation
 		text string
 	}{
-		{Private, "private"}, {Shared, "shared"}, {Shared | SlaveOf, "shared,slave"}, {Unbindable, "unbindable"},
+		{Private, "private"},
+		{Shared, "shared"},
+		{Shared | SlaveOf, "shared,slave"},
+		{Unbindable, "unbindable"},
 		{SlaveOf, "slave"},
 	} {
 		text, _ := c.p.MarshalText()

@@ -114,7 +114,7 @@ func (w MachineWatermark) since(ctx context.Context, f kernel.Features) (Machine
 		if !known {
 			after = 0 // a new namespace may hold mounts made before it
 		}
-		count, err := steady(fd, func() (err error) {
+		count, err := steady(fd, info.Mounts, func() (err error) {
 			ids, err = listNamespace(ctx, ids[:0], fd, info.ID, after)
 			return err
 		})

@@ -347,9 +347,9 @@ func (m *Monitor) read() (raw []kernel.MountEvent, overflow bool, err error) {
 	for {
 		n, err := unix.Read(m.group, m.buf)
 		switch {
-		case err == unix.EINTR:
+		case errors.Is(err, unix.EINTR):
 			continue
-		case err == unix.EAGAIN || err == nil && n == 0:
+		case errors.Is(err, unix.EAGAIN) || err == nil && n == 0:
 			return raw, overflow, nil
 		case err != nil:
 			return raw, overflow, os.NewSyscallError("read", err)

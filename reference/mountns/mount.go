@@ -157,9 +157,14 @@ var attrNames = []struct {
 	bit  uint64
 	name string
 }{
-	{AttrNosuid, "nosuid"}, {AttrNodev, "nodev"}, {AttrNoexec, "noexec"},
-	{AttrNoatime, "noatime"}, {AttrStrictatime, "strictatime"}, {AttrNodiratime, "nodiratime"},
-	{AttrIDMap, "idmapped"}, {AttrNosymfollow, "nosymfollow"},
+	{AttrNosuid, "nosuid"},
+	{AttrNodev, "nodev"},
+	{AttrNoexec, "noexec"},
+	{AttrNoatime, "noatime"},
+	{AttrStrictatime, "strictatime"},
+	{AttrNodiratime, "nodiratime"},
+	{AttrIDMap, "idmapped"},
+	{AttrNosymfollow, "nosymfollow"},
 }
 
 // Attributes returns Attr as words: "ro,nosuid,nodev,relatime".

@@ -209,7 +209,7 @@ func New(ctx context.Context, options ...NewOption) (*Namespace, error) {
 	if err != nil {
 		return nil, err
 	}
-	defer origin.Close()
+	defer func() { _ = origin.Close() }()
 	return origin.Copy(ctx, options...)
 }
 

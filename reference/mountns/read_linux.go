@@ -109,7 +109,7 @@ var confined = sync.OnceValue(func() uint64 {
 	if err != nil {
 		return 0
 	}
-	defer own.Close()
+	defer func() { _ = own.Close() }()
 	here, err := rootAt("/proc/self/root/.")
 	if err != nil {
 		return 0

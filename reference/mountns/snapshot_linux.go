@@ -208,6 +208,6 @@ func insideByFD(ctx context.Context, fd int, fn func() error) error {
 	if err != nil {
 		return err
 	}
-	defer n.Close()
+	defer func() { _ = n.Close() }()
 	return n.Do(ctx, fn)
 }
