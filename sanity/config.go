@@ -36,6 +36,9 @@ type Config struct {
 	// If set it is the performer that is tested, and Endpoint is unused.
 	// With Exec it may be "new", as an empty Endpoint above.
 	Performer string
+	// Name is what reports call a performer, which cannot be asked for it.
+	// Default: its endpoint.
+	Name string
 
 	// Grants are the directories the operator granted, name to directory.
 	Grants map[string]string

@@ -142,8 +142,7 @@ func (s *Suite) finish(all ginkgo.Report) error {
 		Features: s.features.names(),
 		Seconds:  all.RunTime.Seconds(),
 	}
-	var ran int
-	var inBodies time.Duration
+	var overheads []time.Duration
 	slices.SortStableFunc(all.SpecReports, func(a, b ginkgo.SpecReport) int {
 		return cmp.Compare(a.LeafNodeLocation.LineNumber, b.LeafNodeLocation.LineNumber)
 	})
@@ -152,13 +151,13 @@ func (s *Suite) finish(all ginkgo.Report) error {
 			done, how := specOf(spec)
 			r.Specs = append(r.Specs, done)
 			if how.Body > 0 {
-				ran++
-				inBodies += time.Duration(how.Body * float64(time.Second))
+				overheads = append(overheads, spec.RunTime-time.Duration(how.Body*float64(time.Second)))
 			}
 		}
 	}
-	if ran > 0 {
-		s.overhead = (all.RunTime - s.starting - inBodies) / time.Duration(ran)
+	if n := len(overheads); n > 0 {
+		slices.Sort(overheads)
+		s.overhead = overheads[n/2]
 	}
 	listed := s.config.KnownFailing.Apply(r.Specs)
 	r.Judge(s.actor)

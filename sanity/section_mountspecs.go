@@ -97,7 +97,7 @@ func mountSpecSpecs(s *section) {
 		r := t.request(t.volume())
 		answer := t.prepared(r)
 		if len(t.before.tables) < 3 {
-			end(couldNotRun("the plugin's mount table cannot be read, or is the suite's own"))
+			end(couldNotRun("the plugin's mount table cannot be read, or is the suite's own; --exec 'CMD …' lets the suite start it in a namespace of its own"))
 		}
 		table, err := t.before.tables[2].ns.Table(t.ctx)
 		t.sysfail("reading the plugin's mount table", err)

@@ -62,7 +62,6 @@ type Suite struct {
 
 	seen     observed
 	surveyed sync.Once
-	starting time.Duration // how long start took, if the first spec did it
 	overhead time.Duration
 
 	mu     sync.Mutex
@@ -107,8 +106,8 @@ func (s *Suite) Err() error { return s.err }
 // Stop ends what Start started, for a caller that never ran Ginkgo.
 func (s *Suite) Stop() { s.stop() }
 
-// Overhead returns the time the suite spent on each spec, beside the spec
-// itself, after the run.
+// Overhead returns the time the suite spent on a spec beside the spec itself:
+// the median of those that ran, after the run.
 func (s *Suite) Overhead() time.Duration { return s.overhead }
 
 // begin starts what has to be started, once, and waits until the plugin
@@ -297,7 +296,7 @@ func untilReady(ctx context.Context, c *clients) error {
 }
 
 func (s *Suite) readyPerformer(ctx context.Context, endpoint string) error {
-	s.name, s.features = endpoint, features{}
+	s.name, s.features = orElse(s.config.Name, endpoint), features{}
 	return s.await(ctx, endpoint, "Undo", func(ctx context.Context) error {
 		// Any answer will do: to undo nothing is no test.
 		_, err := s.clients.performer.Undo(ctx, &testingv1alpha1.UndoRequest{Id: "ready"}, grpc.WaitForReady(true))

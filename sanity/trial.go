@@ -50,10 +50,7 @@ func (s *Suite) run(ctx context.Context, d definition) result {
 	if !s.wanted(d) {
 		return result{Outcome: report.Filtered, Message: "left out by --id or --profile"}
 	}
-	starting := time.Now()
-	err := s.begin(ctx)
-	s.starting += time.Since(starting)
-	if err != nil {
+	if err := s.begin(ctx); err != nil {
 		return resultOf(couldNotRun("the suite could not start: %v", err))
 	}
 	if f, missing := s.features.missing(d.needs); missing {

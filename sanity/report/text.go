@@ -50,9 +50,9 @@ func (r *Report) WriteTable(w io.Writer) {
 	t.Flush() //nolint:errcheck // output for people
 }
 
-// WriteOpen lists what keeps the run from showing more than it did: one line
-// for each spec that could not run or was left out for want of a feature,
-// grouped by the reason.
+// WriteOpen says what keeps the run from showing more than it did, by reason.
+// Specs are named where they could not run or are known to fail; what is
+// unsupported is counted, since it takes nothing from the verdict.
 func (r *Report) WriteOpen(w io.Writer) {
 	for _, o := range []Outcome{KnownFailing, CouldNotRun, Unsupported} {
 		var order []string
@@ -67,10 +67,16 @@ func (r *Report) WriteOpen(w io.Writer) {
 			}
 			names[reason] = append(names[reason], s.Name)
 		}
+		if len(order) > 0 {
+			fmt.Fprintf(w, "\n%s\n", o)
+		}
 		for _, reason := range order {
-			fmt.Fprintf(w, "%s: %s\n", o, reason)
+			fmt.Fprintf(w, "  %3d  %s\n", len(names[reason]), reason)
+			if o == Unsupported {
+				continue
+			}
 			for _, name := range names[reason] {
-				fmt.Fprintf(w, "    %s\n", name)
+				fmt.Fprintf(w, "         %s\n", name)
 			}
 		}
 	}

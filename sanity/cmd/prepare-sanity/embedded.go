@@ -67,6 +67,7 @@ func (s *settings) embedExecutor() error {
 	s.removeWhenDone = dir
 	s.config.Exec = []string{self, embeddedExecutor, dir}
 	s.config.Rerun = "prepare-sanity executor"
+	s.config.Name = "the reference executor"
 	return nil
 }
 

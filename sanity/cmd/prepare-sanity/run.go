@@ -110,6 +110,9 @@ executor.`,
 			if s.config.Performer == "" {
 				s.config.Performer = "new"
 			}
+			if s.config.Name == "" && s.exec != "" {
+				s.config.Name = filepath.Base(strings.Fields(s.exec + " x")[0])
+			}
 			return s.run(cmd, name)
 		},
 	}
@@ -202,11 +205,10 @@ func (s *settings) run(cmd *cobra.Command, name string) error {
 	if result == nil {
 		return exit{1, errors.New("the suite ended without a report")}
 	}
-	fmt.Fprintln(out)
 	result.WriteOpen(out)
 	fmt.Fprintln(out)
 	result.WriteTable(out)
-	fmt.Fprintf(out, "\nThe suite's own overhead was %.1f ms a spec; all took %.1f s.\n", 1000*suite.Overhead().Seconds(), time.Since(begun).Seconds())
+	fmt.Fprintf(out, "\nThe suite's own overhead was %.1f ms for a spec (median); all took %.1f s.\n", 1000*suite.Overhead().Seconds(), time.Since(begun).Seconds())
 	if s.reports != "" {
 		fmt.Fprintf(out, "Report: %s\n", filepath.Join(s.reports, "sanity-"+name+".json"))
 	}
