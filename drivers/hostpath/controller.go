@@ -12,6 +12,7 @@ import (
 	"google.golang.org/grpc/status"
 
 	"github.com/csi-prepare/csi-prepare/drivers/server"
+	"github.com/csi-prepare/csi-prepare/drivers/tree"
 )
 
 // ControllerGetCapabilities implements csi.ControllerServer.
@@ -233,7 +234,7 @@ func (d *Driver) remove(ctx context.Context, id string) error {
 	if err := d.volumes.Put(e.Key, e.Value); err != nil {
 		return err
 	}
-	if err := removeTree(ctx, volumes, id); err != nil {
+	if err := tree.Remove(ctx, volumes, id); err != nil {
 		return err
 	}
 	if err := d.volumes.Delete(e.Key); err != nil {
@@ -246,19 +247,19 @@ func (d *Driver) remove(ctx context.Context, id string) error {
 // checkRemovable refuses a directory with a mount at or below it, before
 // anything is removed.
 func checkRemovable(volumes int, id string) error {
-	fd, err := beneath(volumes, id, unix.O_RDONLY)
+	fd, err := tree.Open(volumes, id, unix.O_RDONLY)
 	switch {
 	case errors.Is(err, unix.ENOENT):
 		return nil
 	case errors.Is(err, unix.EXDEV):
-		err = &mountBelowError{"the directory itself"}
+		err = &tree.MountError{Point: "the directory itself"}
 	case err != nil:
 		return fmt.Errorf("open the directory of the volume: %w", err)
 	default:
 		defer unix.Close(fd)
-		err = checkNoMount(fd)
+		err = tree.CheckNoMount(fd)
 	}
-	var mounted *mountBelowError
+	var mounted *tree.MountError
 	if errors.As(err, &mounted) {
 		return status.Error(codes.FailedPrecondition, "volume_id: "+err.Error())
 	}

@@ -188,7 +188,7 @@ func TestUnprivilegedDriverMountsNothing(t *testing.T) {
 	id := s.create("v").GetVolumeId()
 	req := s.request(id, "p1")
 	s.prepare(req)
-	tree(t, s.path(id), "a/b")
+	plant(t, s.path(id), "a/b")
 	if err := os.Lchown(filepath.Join(s.path(id), "a"), nobody, nobody); err != nil {
 		t.Fatal(err)
 	}

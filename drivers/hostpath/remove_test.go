@@ -11,9 +11,11 @@ import (
 
 	"golang.org/x/sys/unix"
 	"google.golang.org/grpc/codes"
+
+	"github.com/csi-prepare/csi-prepare/drivers/tree"
 )
 
-func tree(t *testing.T, dir string, paths ...string) {
+func plant(t *testing.T, dir string, paths ...string) {
 	t.Helper()
 	for _, p := range paths {
 		full := filepath.Join(dir, p)
@@ -45,7 +47,7 @@ func openParent(t *testing.T, dir string) int {
 func TestRemoveTree(t *testing.T) {
 	dir := t.TempDir()
 	parent := openParent(t, dir)
-	tree(t, dir, "outside/kept", "v/a", "v/b/c/d", "v/b/e/", "v/.hidden/f", "v/names with\nnewlines/\x01")
+	plant(t, dir, "outside/kept", "v/a", "v/b/c/d", "v/b/e/", "v/.hidden/f", "v/names with\nnewlines/\x01")
 	for link, to := range map[string]string{
 		"v/link": "../outside", "v/b/absolute": filepath.Join(dir, "outside"), "v/loop": "loop", "v/b/up": "../..", "v/dangling": "nowhere",
 	} {
@@ -60,10 +62,10 @@ func TestRemoveTree(t *testing.T) {
 		t.Fatal(err)
 	}
 	for i := range 3000 {
-		tree(t, dir, fmt.Sprintf("v/wide/%d", i))
+		plant(t, dir, fmt.Sprintf("v/wide/%d", i))
 	}
 	for range 2 { // a repeat is fine
-		if err := removeTree(t.Context(), parent, "v"); err != nil {
+		if err := tree.Remove(t.Context(), parent, "v"); err != nil {
 			t.Fatal(err)
 		}
 	}
@@ -96,7 +98,7 @@ func TestRemoveDeepTree(t *testing.T) {
 		fd = next
 	}
 	unix.Close(fd)
-	if err := removeTree(t.Context(), parent, "v"); err != nil {
+	if err := tree.Remove(t.Context(), parent, "v"); err != nil {
 		t.Fatal(err)
 	}
 	if exists(filepath.Join(dir, "v")) {
@@ -107,12 +109,12 @@ func TestRemoveDeepTree(t *testing.T) {
 func TestRemoveTreeRefusesLinks(t *testing.T) {
 	dir := t.TempDir()
 	parent := openParent(t, dir)
-	tree(t, dir, "outside/kept")
+	plant(t, dir, "outside/kept")
 	if err := os.Symlink("outside", filepath.Join(dir, "v")); err != nil {
 		t.Fatal(err)
 	}
 	for _, name := range []string{"v", "../" + filepath.Base(dir), "/", ".."} {
-		if err := removeTree(t.Context(), parent, name); err == nil {
+		if err := tree.Remove(t.Context(), parent, name); err == nil {
 			t.Errorf("%q was removed", name)
 		}
 	}
@@ -124,13 +126,13 @@ func TestRemoveTreeRefusesLinks(t *testing.T) {
 func TestCancelledRemovalCanBeRepeated(t *testing.T) {
 	dir := t.TempDir()
 	parent := openParent(t, dir)
-	tree(t, dir, "v/a/b", "v/c/d")
+	plant(t, dir, "v/a/b", "v/c/d")
 	ctx, cancel := context.WithCancel(t.Context())
 	cancel()
-	if err := removeTree(ctx, parent, "v"); !errors.Is(err, context.Canceled) {
+	if err := tree.Remove(ctx, parent, "v"); !errors.Is(err, context.Canceled) {
 		t.Errorf("got %v", err)
 	}
-	if err := removeTree(t.Context(), parent, "v"); err != nil {
+	if err := tree.Remove(t.Context(), parent, "v"); err != nil {
 		t.Error(err)
 	}
 }
@@ -144,7 +146,7 @@ func TestDeleteRefusesMounts(t *testing.T) {
 	s := newSite(t)
 	s.start()
 	foreign := t.TempDir()
-	tree(t, foreign, "dir/kept", "file")
+	plant(t, foreign, "dir/kept", "file")
 	for _, tt := range []struct{ name, source, target string }{
 		{"on the volume itself", "dir", ""},
 		{"on a directory", "dir", "a/b"},
@@ -152,7 +154,7 @@ func TestDeleteRefusesMounts(t *testing.T) {
 	} {
 		t.Run(tt.name, func(t *testing.T) {
 			id := s.create(tt.name).GetVolumeId()
-			tree(t, s.path(id), "a/b/", "a/data", "f")
+			plant(t, s.path(id), "a/b/", "a/data", "f")
 			target := filepath.Join(s.path(id), tt.target)
 			if err := unix.Mount(filepath.Join(foreign, tt.source), target, "", unix.MS_BIND, ""); err != nil {
 				t.Fatal(err)
@@ -164,7 +166,7 @@ func TestDeleteRefusesMounts(t *testing.T) {
 
 			// Past the look at the mount table, the removal itself stops.
 			volumes := openParent(t, filepath.Dir(s.path(id)))
-			if err := removeTree(t.Context(), volumes, id); err == nil {
+			if err := tree.Remove(t.Context(), volumes, id); err == nil {
 				t.Error("removed in spite of the mount")
 			}
 			if !exists(filepath.Join(foreign, "dir/kept")) || !exists(filepath.Join(foreign, "file")) {

@@ -10,6 +10,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/csi-prepare/csi-prepare/drivers/server"
+	"github.com/csi-prepare/csi-prepare/drivers/tree"
 )
 
 // phase of a volume's life, as recorded.
@@ -73,20 +74,6 @@ func (d *Driver) grantOf(v volume) (Grant, error) {
 	return g, nil
 }
 
-// beneath resolves a name that is the driver's own: no link, no mount.
-func beneath(dir int, name string, flags uint64) (int, error) {
-	for {
-		fd, err := unix.Openat2(dir, name, &unix.OpenHow{
-			Flags:   flags | unix.O_DIRECTORY | unix.O_NOFOLLOW | unix.O_CLOEXEC,
-			Resolve: unix.RESOLVE_BENEATH | unix.RESOLVE_NO_SYMLINKS | unix.RESOLVE_NO_MAGICLINKS | unix.RESOLVE_NO_XDEV,
-		})
-		if errors.Is(err, unix.EINTR) || errors.Is(err, unix.EAGAIN) {
-			continue
-		}
-		return fd, err
-	}
-}
-
 // openVolumes opens the directory of all volumes of a grant, and makes it if
 // asked to.
 func openVolumes(g Grant, create bool) (int, error) {
@@ -106,7 +93,7 @@ func openVolumes(g Grant, create bool) (int, error) {
 			}
 		}
 	}
-	fd, err := beneath(dir, volumesDir, unix.O_RDONLY)
+	fd, err := tree.Open(dir, volumesDir, unix.O_RDONLY)
 	if err != nil {
 		return -1, fmt.Errorf("grant %s: open %s: %w", g.Name, volumesDir, err)
 	}
@@ -124,7 +111,7 @@ func makeDir(g Grant, id string) error {
 	if err := unix.Mkdirat(volumes, id, 0o700); err != nil && !errors.Is(err, unix.EEXIST) {
 		return fmt.Errorf("grant %s: make the directory of the volume: %w", g.Name, err)
 	}
-	fd, err := beneath(volumes, id, unix.O_RDONLY)
+	fd, err := tree.Open(volumes, id, unix.O_RDONLY)
 	if err != nil {
 		return fmt.Errorf("grant %s: open the directory of the volume: %w", g.Name, err)
 	}
@@ -146,7 +133,7 @@ func openDir(g Grant, id string, flags uint64) (int, error) {
 		return -1, err
 	}
 	defer unix.Close(volumes)
-	fd, err := beneath(volumes, id, flags)
+	fd, err := tree.Open(volumes, id, flags)
 	if err != nil {
 		return -1, fmt.Errorf("grant %s: open the directory of the volume: %w", g.Name, err)
 	}
@@ -156,7 +143,7 @@ func openDir(g Grant, id string, flags uint64) (int, error) {
 // syncFd makes durable what a directory holds, found from a descriptor that
 // may be O_PATH.
 func syncFd(dir int, name string) error {
-	fd, err := beneath(dir, name, unix.O_RDONLY)
+	fd, err := tree.Open(dir, name, unix.O_RDONLY)
 	if err != nil {
 		return err
 	}

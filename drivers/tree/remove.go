@@ -1,4 +1,6 @@
-package hostpath
+// Package tree opens and removes directories that are a driver's own but whose
+// contents are anybody's: by descriptors, through no link and no mount.
+package tree
 
 import (
 	"context"
@@ -12,16 +14,16 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// mountBelowError tells of a mount in a directory that was to be removed.
-type mountBelowError struct{ Point string }
+// MountError tells of a mount in a directory that was to be removed.
+type MountError struct{ Point string }
 
-func (e *mountBelowError) Error() string {
+func (e *MountError) Error() string {
 	return fmt.Sprintf("something is mounted at %q, in the directory of the volume; unmount it first, nothing is removed through a mount", e.Point)
 }
 
-// checkNoMount looks in the mount table of this process for a mount at or
+// CheckNoMount looks in the mount table of this process for a mount at or
 // below a directory.
-func checkNoMount(fd int) error {
+func CheckNoMount(fd int) error {
 	path, err := os.Readlink(fmt.Sprintf("/proc/self/fd/%d", fd))
 	if err != nil {
 		return fmt.Errorf("name the directory: %w", err)
@@ -34,9 +36,28 @@ func checkNoMount(fd int) error {
 		return fmt.Errorf("read the mount table: %w", err)
 	}
 	if len(found) > 0 {
-		return &mountBelowError{found[0].Mountpoint}
+		return &MountError{found[0].Mountpoint}
 	}
 	return nil
+}
+
+func within(path, dir string) bool {
+	return path == dir || strings.HasPrefix(path, strings.TrimSuffix(dir, "/")+"/")
+}
+
+// Open opens a directory below another one whose name is the driver's own: no
+// link, no mount. The flags are added to those that say so.
+func Open(dir int, name string, flags uint64) (int, error) {
+	for {
+		fd, err := unix.Openat2(dir, name, &unix.OpenHow{
+			Flags:   flags | unix.O_DIRECTORY | unix.O_NOFOLLOW | unix.O_CLOEXEC,
+			Resolve: unix.RESOLVE_BENEATH | unix.RESOLVE_NO_SYMLINKS | unix.RESOLVE_NO_MAGICLINKS | unix.RESOLVE_NO_XDEV,
+		})
+		if errors.Is(err, unix.EINTR) || errors.Is(err, unix.EAGAIN) {
+			continue
+		}
+		return fd, err
+	}
 }
 
 // level identifies a directory on the way down.
@@ -45,14 +66,14 @@ type level struct {
 	dev, ino uint64
 }
 
-// removeTree removes a directory and all in it, from descriptors alone: no
+// Remove removes a directory and all in it, from descriptors alone: no
 // link is followed and no mount is entered. It holds one descriptor however
 // deep the tree is, goes back up by "..", and makes sure that it comes out
 // where it went in: a tree that is moved meanwhile is an error, never the way
 // to another one. A directory that is not there is no error. After an error
 // it may be called again.
-func removeTree(ctx context.Context, parent int, name string) error {
-	fd, err := beneath(parent, name, unix.O_RDONLY)
+func Remove(ctx context.Context, parent int, name string) error {
+	fd, err := Open(parent, name, unix.O_RDONLY)
 	if errors.Is(err, unix.ENOENT) {
 		return nil
 	}
@@ -84,7 +105,7 @@ func removeContents(ctx context.Context, fd int) error {
 		case err != nil:
 			return fmt.Errorf("remove from %s: %w", where(way), err)
 		case down != "":
-			next, err := beneath(int(dir.Fd()), down, unix.O_RDONLY)
+			next, err := Open(int(dir.Fd()), down, unix.O_RDONLY)
 			if err != nil {
 				return fmt.Errorf("open a directory in %s: %w", where(way), err)
 			}
