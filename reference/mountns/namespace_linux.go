@@ -34,10 +34,48 @@ var ErrNotNamespace = errors.New("mountns: not a mount namespace")
 func Own() (*Namespace, error) { return own(kernel.Probe()) }
 
 func own(f kernel.Features) (*Namespace, error) {
+	fd, err := openOwn()
+	if err != nil {
+		return nil, err
+	}
+	return adopt(fd, ownLink, f)
+}
+
+// OwnID is the ID of [Own], for a fraction of its price.
+func OwnID() (uint64, error) {
+	fd, err := openOwn()
+	if err != nil {
+		return 0, err
+	}
+	defer unix.Close(fd)
+	return idOf(fd, kernel.Probe())
+}
+
+func openOwn() (int, error) {
 	// The thread must stay the same until its link is open.
 	runtime.LockOSThread()
 	defer runtime.UnlockOSThread()
-	return openPath(ownLink, f)
+	fd, err := unix.Open(ownLink, unix.O_RDONLY|unix.O_CLOEXEC, 0)
+	if err != nil {
+		return -1, &fs.PathError{Op: "open mount namespace", Path: ownLink, Err: err}
+	}
+	return fd, nil
+}
+
+// idOf is what [Namespace.ID] says of the namespace open at fd.
+func idOf(fd int, f kernel.Features) (uint64, error) {
+	if f.ListmountByNS {
+		return kernel.NSID(fd)
+	}
+	return inodeOf(fd)
+}
+
+func inodeOf(fd int) (uint64, error) {
+	var st unix.Stat_t
+	if err := unix.Fstat(fd, &st); err != nil {
+		return 0, os.NewSyscallError("fstat", err)
+	}
+	return st.Ino, nil
 }
 
 // ownLink is the calling thread's namespace. /proc/self would be that of the
@@ -147,19 +185,15 @@ func adopt(fd int, name string, f kernel.Features) (*Namespace, error) {
 		_ = unix.Close(fd)
 		return nil, fmt.Errorf("%w: %s", ErrNotNamespace, name)
 	}
-	var st unix.Stat_t
-	if err := unix.Fstat(fd, &st); err != nil {
+	n := &Namespace{fd: fd, features: f}
+	if n.inode, err = inodeOf(fd); err == nil {
+		n.id, err = idOf(fd, f)
+	}
+	if err != nil {
 		_ = unix.Close(fd)
-		return nil, os.NewSyscallError("fstat", err)
+		return nil, err
 	}
-	n := &Namespace{fd: fd, inode: st.Ino, id: st.Ino, features: f}
-	if f.ListmountByNS {
-		if n.id, err = kernel.NSID(fd); err != nil {
-			_ = unix.Close(fd)
-			return nil, err
-		}
-	}
-	n.file = os.NewFile(uintptr(fd), "mnt:["+strconv.FormatUint(st.Ino, 10)+"]")
+	n.file = os.NewFile(uintptr(fd), "mnt:["+strconv.FormatUint(n.inode, 10)+"]")
 	return n, nil
 }
 

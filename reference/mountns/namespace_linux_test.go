@@ -32,6 +32,9 @@ func TestOwnIsTheCallingThreads(t *testing.T) {
 		if there.ID() != n.ID() || there.Inode() != n.Inode() {
 			t.Errorf("inside %s: Own is %s", n, there)
 		}
+		if id, err := OwnID(); err != nil || id != n.ID() {
+			t.Errorf("inside %s: OwnID is %d, %v", n, id, err)
+		}
 		return nil
 	})
 }
@@ -190,5 +193,35 @@ func TestNewHonoursItsContext(t *testing.T) {
 	cancel()
 	if n, err := New(ctx); !errors.Is(err, context.Canceled) {
 		t.Errorf("New with a cancelled context: %v, %v", n, err)
+	}
+}
+
+func TestAllocations(t *testing.T) {
+	n := namespace(t)
+	for _, c := range []struct {
+		name string
+		max  float64
+		call func() error
+	}{
+		{"Own and Close", 12, func() error {
+			own, err := Own()
+			if err == nil {
+				err = own.Close()
+			}
+			return err
+		}},
+		{"OwnID", 1, func() error { _, err := OwnID(); return err }},
+		{"Do", 2, func() error { return n.Do(t.Context(), func() error { return nil }) }},
+		{"Mark", 4, func() error { _, err := n.Mark(t.Context()); return err }},
+	} {
+		var failed error
+		got := testing.AllocsPerRun(100, func() {
+			if err := c.call(); err != nil {
+				failed = err
+			}
+		})
+		if failed != nil || got > c.max {
+			t.Errorf("%s: %v allocations, at most %v; %v", c.name, got, c.max, failed)
+		}
 	}
 }
