@@ -9,9 +9,11 @@ import (
 	"errors"
 	"fmt"
 	"os"
+	"os/signal"
 	"strings"
 
 	"github.com/spf13/cobra"
+	"golang.org/x/sys/unix"
 
 	"github.com/csi-prepare/csi-prepare/sanity"
 )
@@ -37,7 +39,10 @@ func (e exit) Unwrap() error { return e.err }
 func run(args []string) int {
 	root := newRoot()
 	root.SetArgs(twoDashes(args))
-	err := root.ExecuteContext(context.Background())
+	// Ginkgo minds signals while specs run; before that this does.
+	ctx, stop := signal.NotifyContext(context.Background(), unix.SIGINT, unix.SIGTERM)
+	defer stop()
+	err := root.ExecuteContext(ctx)
 	if err == nil {
 		return 0
 	}
