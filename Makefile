@@ -59,6 +59,11 @@ test: setup check ## all that this machine can test
 mutants: setup ## kill matrix: each mutant against the suite (FULL=1: against all of it)
 	@mkdir -p out; .ci/nothing-left go run ./fakes/cmd/prepare-fake kill $(if $(FULL),--full) --out out/mutants.json
 
+.PHONY: bench
+bench: setup ## paired benchmarks against the peers (FOCUS=regexp)
+	@mkdir -p bin; cd reference/bench && go build -o ../../bin/bench .
+	.ci/nothing-left bin/bench -json out/bench.json -chart out/bench.svg $(if $(FOCUS),-focus '$(FOCUS)')
+
 .PHONY: clean
 clean: ## remove out/ and bin/
 	rm -rf --one-file-system out bin
