@@ -200,6 +200,7 @@ func TestJournalThatFailsStopsThePerformance(t *testing.T) {
 const victim = "PERFORM_TEST_VICTIM"
 
 func TestMain(m *testing.M) {
+	MainIfChild()
 	if task, ok := os.LookupEnv(victim); ok {
 		if err := beKilled(task); err != nil {
 			fmt.Fprintln(os.Stderr, err)

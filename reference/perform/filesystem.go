@@ -16,6 +16,18 @@ import (
 
 // filesystem makes one call on a filesystem's context.
 func (x *performance) filesystem(u *unit, spec *mountspec.Spec, s *mountspec.Step) (err error) {
+	if k, ok := spec.Kind.(*mountspec.Filesystem); ok {
+		child, err := makesInChild(k)
+		if err != nil {
+			return err
+		}
+		if child && s.Call == mountspec.Fsmount {
+			return x.fsmountInChild(u, k, s)
+		}
+		if child {
+			return nil // all in one go, there
+		}
+	}
 	switch s.Call {
 	case mountspec.Fsopen:
 		if u.fs != nil {
@@ -74,6 +86,16 @@ func (x *performance) fsmount(u *unit, spec *mountspec.Spec, s *mountspec.Step) 
 		return nil
 	}
 	return x.checkParameters(u, spec.Kind.(*mountspec.Filesystem))
+}
+
+func (x *performance) fsmountInChild(u *unit, k *mountspec.Filesystem, s *mountspec.Step) error {
+	if err := x.makeInChild(u, s, k.Type); err != nil {
+		return err
+	}
+	if !u.reuse {
+		return nil
+	}
+	return x.checkParameters(u, k)
 }
 
 // checkParameters sees that a superblock that was there before is as if it had

@@ -5,6 +5,7 @@ import (
 	"errors"
 	"os"
 	"sync"
+	"time"
 
 	"github.com/csi-prepare/csi-prepare/reference/kernel"
 	"github.com/csi-prepare/csi-prepare/reference/mountns"
@@ -45,6 +46,9 @@ type Options struct {
 	// the node of a BLOCK_DEVICE; a zero mode is 0600.
 	NodeUID, NodeGID int
 	NodeMode         os.FileMode
+	// Timeout bounds each step that waits for a server or a device, and is
+	// made in a child process therefore; 0 is half a minute.
+	Timeout time.Duration
 	// Journal, if set, is called once, in the calling goroutine, with the
 	// receipts of what is about to be attached or created, and before any
 	// of it is. What it has made durable when it returns is enough for

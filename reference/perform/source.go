@@ -32,7 +32,8 @@ func (x *performance) openBase(u *unit, spec *mountspec.Spec) (err error) {
 
 // openSource resolves the rest beneath the base; it is the only resolution.
 func (x *performance) openSource(u *unit, s *mountspec.Step) (err error) {
-	u.source, err = x.openBelow(x.units[s.Base].base, s.Text)
+	base := x.units[s.Base].base
+	u.source, err = x.openBelow(base, s.Text)
 	if errors.Is(err, unix.EXDEV) || errors.Is(err, unix.ELOOP) {
 		err = fmt.Errorf("%w: it is reached through a link, or leaves its base: %w", ErrSource, err)
 	}

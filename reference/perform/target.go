@@ -82,27 +82,17 @@ func (x *performance) openInRoot(path string, flags int) (int, error) {
 	if !x.o.Policy.FollowLinks {
 		how.Resolve |= unix.RESOLVE_NO_SYMLINKS
 	}
-	root := x.target.Root
-	if root == nil {
-		if !x.f.Openat2 {
-			return walk(unix.AT_FDCWD, path)
-		}
-		return kernel.Openat2(unix.AT_FDCWD, path, how)
+	if x.target.Root == nil {
+		return x.openHow(unix.AT_FDCWD, path, how)
 	}
-	conn, err := root.SyscallConn()
+	how.Resolve |= unix.RESOLVE_IN_ROOT
+	conn, err := x.target.Root.SyscallConn()
 	if err != nil {
 		return -1, err
 	}
 	fd := -1
 	var inner error
-	err = conn.Control(func(rootFD uintptr) {
-		if !x.f.Openat2 {
-			fd, inner = walk(int(rootFD), path)
-			return
-		}
-		how.Resolve |= unix.RESOLVE_IN_ROOT
-		fd, inner = kernel.Openat2(int(rootFD), path, how)
-	})
+	err = conn.Control(func(root uintptr) { fd, inner = x.openHow(int(root), path, how) })
 	if err == nil {
 		err = inner
 	}
@@ -184,14 +174,6 @@ func checkTargetType(s *mountspec.Spec, mode uint32) error {
 func (x *performance) openInner(u *unit, s *mountspec.Step) (err error) {
 	u.target, err = x.openBelow(x.units[0].mount, s.Text)
 	return err
-}
-
-// openBelow opens path below a directory, following no link at all.
-func (x *performance) openBelow(dir int, path string) (int, error) {
-	if x.f.Openat2 {
-		return kernel.OpenBeneath(dir, path, unix.O_PATH|unix.O_NOFOLLOW)
-	}
-	return walk(dir, path)
 }
 
 func (x *performance) checkInner(u *unit, spec *mountspec.Spec) error {

@@ -53,7 +53,7 @@ func (e *Executor) Undo(ctx context.Context, ns *mountns.Namespace, receipts []R
 		err = ns.Do(ctx, func() error { return e.undoHere(ctx, v, receipts) })
 	}
 	var busy *BusyError
-	if errors.As(err, &busy) && len(busy.Mounts) == 0 && !busy.Covered {
+	if errors.As(err, &busy) && len(busy.Mounts) == 0 && !busy.Covered && v.f.UniqueIDs {
 		busy.Holders = findHolders(ctx, busy.MountID)
 	}
 	return err
