@@ -26,6 +26,9 @@ type process struct {
 	env  []string
 	ns   *mountns.Namespace
 	log  *capture
+	// dir is the working directory of the first start. Later ones come from
+	// the thread of a spec, which entered a namespace and so stands at /.
+	dir string
 
 	cmd   *exec.Cmd
 	ended chan struct{} // closed when the process is gone
@@ -36,12 +39,15 @@ type process struct {
 // the child, whose parent-death signal is tied to it, so it stays in the
 // namespace till the child is gone.
 func (p *process) start() error {
-	here, err := os.Getwd()
-	if err != nil {
-		return fmt.Errorf("starting %s: %w", p.argv[0], err)
+	if p.dir == "" {
+		here, err := os.Getwd()
+		if err != nil {
+			return fmt.Errorf("starting %s: %w", p.argv[0], err)
+		}
+		p.dir = here
 	}
 	cmd := exec.Command(p.argv[0], p.argv[1:]...)
-	cmd.Dir = here
+	cmd.Dir = p.dir
 	cmd.Env = append(os.Environ(), p.env...)
 	cmd.Stdout, cmd.Stderr = p.log, p.log
 	cmd.WaitDelay = time.Second
@@ -62,7 +68,7 @@ func (p *process) start() error {
 			started <- err
 		}
 	}()
-	if err = <-started; err != nil {
+	if err := <-started; err != nil {
 		return fmt.Errorf("starting %s: %w", p.argv[0], err)
 	}
 	p.cmd, p.ended = cmd, ended

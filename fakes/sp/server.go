@@ -12,6 +12,7 @@ import (
 	"errors"
 	"fmt"
 	"maps"
+	"os"
 	"slices"
 	"sync"
 
@@ -107,6 +108,11 @@ func build(c Config, f fault) (*Server, error) {
 		return nil, fmt.Errorf("asking for the boot id: %w", err)
 	}
 	s.bootID = boot
+	if c.StateDir != "" {
+		if err := os.MkdirAll(c.StateDir, 0o700); err != nil {
+			return nil, fmt.Errorf("making the state directory: %w", err)
+		}
+	}
 	if s.state, err = recall(c.StateDir, boot); err != nil {
 		return nil, fmt.Errorf("reading the state in %s: %w", c.StateDir, err)
 	}
