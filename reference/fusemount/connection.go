@@ -13,17 +13,18 @@ import (
 	"github.com/csi-prepare/csi-prepare/reference/kernel"
 )
 
-// ErrUnanswered says that a server did not answer in time. Its connection has
-// been aborted.
-var ErrUnanswered = errors.New("fusemount: the server did not answer in time")
+// ErrUnanswered says that a server did not answer in time.
+var ErrUnanswered = errors.New("fusemount: the server does not answer")
 
 // Prove asks the server behind mount for the attributes of its root, past
 // every cache, and returns nil once it has answered. A connection that has
 // ended is unix.ENOTCONN.
 //
-// When ctx ends first, the connection is aborted: nothing else ends the wait
-// of a thread for a server that has taken the request and keeps it, short of
-// killing the process. Then the error is ErrUnanswered.
+// When ctx ends first, the error is ErrUnanswered, and a thread is left behind
+// that goes on waiting and keeps the mount: nothing ends the wait for a server
+// that has taken the request and keeps it, short of the end of the process. So
+// whoever gets ErrUnanswered calls Abort; unless the server has died and a
+// successor is to come, which will answer.
 func Prove(ctx context.Context, mount *os.File) error {
 	raw, err := mount.SyscallConn()
 	if err != nil {
@@ -50,13 +51,8 @@ func Prove(ctx context.Context, mount *os.File) error {
 		}
 		return nil
 	case <-ctx.Done():
+		return fmt.Errorf("%w: %w", ErrUnanswered, context.Cause(ctx))
 	}
-	// The thread above keeps the mount, and so the number of its connection.
-	if err := Abort(context.WithoutCancel(ctx), mount); err != nil {
-		return fmt.Errorf("%w; a thread waits for it still: %w", ErrUnanswered, err)
-	}
-	<-answered
-	return fmt.Errorf("%w: %w", ErrUnanswered, context.Cause(ctx))
 }
 
 // Abort ends the connection behind mount: whoever waits for its server gets

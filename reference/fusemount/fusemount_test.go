@@ -1,6 +1,7 @@
 package fusemount
 
 import (
+	"context"
 	"errors"
 	"os"
 	"strings"
@@ -148,7 +149,7 @@ func TestAServerThatAnswersIsProven(t *testing.T) {
 	m.Close()
 }
 
-func TestAServerThatNeverAnswersIsAborted(t *testing.T) {
+func TestAServerThatNeverAnswersIsFoundOut(t *testing.T) {
 	for name, read := range map[string]bool{"and never reads": false, "but reads": true} {
 		t.Run(name, func(t *testing.T) {
 			device, m := mount(t, Policy{}, request)
@@ -160,6 +161,9 @@ func TestAServerThatNeverAnswersIsAborted(t *testing.T) {
 			}
 			if err := Prove(soon(t), m); !errors.Is(err, ErrUnanswered) {
 				t.Errorf("got %v", err)
+			}
+			if err := Abort(t.Context(), m); err != nil {
+				t.Fatal(err)
 			}
 			if err := Prove(t.Context(), m); !errors.Is(err, unix.ENOTCONN) {
 				t.Errorf("after the abort: %v", err)
@@ -224,4 +228,59 @@ func TestADeviceIsMatchedToItsMount(t *testing.T) {
 	if _, err := Same(unmounted, m1); err == nil {
 		t.Error("a device that was never mounted has a connection")
 	}
+}
+
+func TestADeadMountIsReplaced(t *testing.T) {
+	device, dead := mount(t, Policy{}, request)
+	next, m := mount(t, Policy{}, request)
+	serve(t, next)
+	next.Close()
+	ns, err := mountns.New(t.Context())
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer ns.Close()
+	dir := t.TempDir()
+	ids := func() (all []mountns.Mount) {
+		table, err := ns.Table(t.Context())
+		if err != nil {
+			t.Fatal(err)
+		}
+		return table.At(dir)
+	}
+	if err := ns.Do(t.Context(), func() error {
+		clone, err := kernel.OpenTree(int(dead.Fd()), "", unix.OPEN_TREE_CLONE)
+		if err != nil {
+			return err
+		}
+		defer unix.Close(clone)
+		attr := unix.MountAttr{Attr_set: unix.MOUNT_ATTR_RDONLY | unix.MOUNT_ATTR_NOEXEC}
+		if err := kernel.MountSetattr(clone, &attr, false); err != nil {
+			return err
+		}
+		if err := kernel.MoveMountAt(clone, "", unix.AT_FDCWD, dir, 0); err != nil {
+			return err
+		}
+		if err := Replace(soon(t), m, dir); !errors.Is(err, context.DeadlineExceeded) {
+			t.Errorf("of a server that hangs: %v", err)
+		}
+		before := ids()
+		device.Close()
+		if err := Replace(t.Context(), m, dir); err != nil {
+			return err
+		}
+		_, err = os.ReadDir(dir)
+		after := ids()
+		if len(before) != 1 || len(after) != 1 || after[0].ID == before[0].ID || after[0].Attr != before[0].Attr {
+			t.Errorf("before %v, after %v", before, after)
+		}
+		if err := Replace(t.Context(), m, dir); !errors.Is(err, unix.EBUSY) {
+			t.Errorf("of a server that lives: %v", err)
+		}
+		return err
+	}); err != nil {
+		t.Error(err)
+	}
+	ns.Close()
+	m.Close()
 }

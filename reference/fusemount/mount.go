@@ -7,8 +7,8 @@
 // mount is detached: in no namespace, and gone with its last descriptor.
 //
 // A mount whose server is hostile or hung blocks whoever looks at it. Only
-// Prove looks; it can give up, because ending a connection ends every wait
-// for it, and the connection is found through a descriptor of its mount.
+// Prove looks, on a thread that Abort sets free: ending a connection ends every
+// wait for it, and the connection is found through a descriptor of its mount.
 package fusemount
 
 import (

@@ -40,6 +40,9 @@ type Handle struct {
 	Resumable bool
 	// Server is who serves, for diagnostics.
 	Server Peer
+	// Gone is closed when that process closes its connection. It is nil for
+	// a mount that was offered.
+	Gone <-chan struct{}
 }
 
 // Reasons of a HandleError.
@@ -130,7 +133,7 @@ func (c *Call) Finish(ids ...string) ([]Handle, error) {
 		}
 		v := Handle{ID: id, Mount: h.mount, FUSE: h.fuse, Resumable: h.request.Resumable}
 		if h.server != nil {
-			v.Server = h.server.peer
+			v.Server, v.Gone = h.server.peer, h.gone
 		}
 		handles = append(handles, v)
 	}

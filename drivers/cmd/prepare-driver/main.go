@@ -14,6 +14,7 @@ import (
 	"github.com/spf13/cobra"
 
 	"github.com/csi-prepare/csi-prepare/drivers/block"
+	"github.com/csi-prepare/csi-prepare/drivers/fuse"
 	"github.com/csi-prepare/csi-prepare/drivers/hostpath"
 	"github.com/csi-prepare/csi-prepare/drivers/server"
 )
@@ -48,6 +49,6 @@ NodePrepareVolume with mount specs for the CO to perform, instead of mounting.`,
 		},
 	}
 	cmd.SetFlagErrorFunc(func(_ *cobra.Command, err error) error { return server.UsageError{Err: err} })
-	cmd.AddCommand(hostpath.NewCommand(), block.NewCommand())
+	cmd.AddCommand(hostpath.NewCommand(), fuse.NewCommand(), block.NewCommand())
 	return cmd
 }
