@@ -55,8 +55,9 @@ func MainIfChild() {
 	os.Exit(0)
 }
 
-// childTask is what a child is to do: to make a filesystem, or to open a path
-// beneath the directory whose descriptor comes with it.
+// childTask is what a child is to do: to make a filesystem, to open or create
+// something beneath the directory whose descriptor comes with it, or to undo
+// in the namespace whose descriptor comes with it.
 type childTask struct {
 	FSType     string           `json:",omitempty"`
 	Parameters []childParameter `json:",omitempty"`
@@ -65,6 +66,13 @@ type childTask struct {
 
 	Open           string `json:",omitempty"`
 	Flags, Resolve uint64 `json:",omitempty"`
+
+	Create string `json:",omitempty"`
+	File   bool   `json:",omitempty"`
+
+	// Undo comes with what the parent has found the kernel to offer.
+	Undo     []Receipt        `json:",omitempty"`
+	Features *kernel.Features `json:",omitempty"`
 }
 
 type childParameter struct {
@@ -74,7 +82,9 @@ type childParameter struct {
 
 // childAnswer comes with the descriptor, or tells why there is none.
 type childAnswer struct {
-	Reused bool // the superblock was there before
+	Reused  bool       // the superblock was there before
+	Created bool       // what was to be created was not there before
+	Undo    *childUndo `json:",omitempty"`
 
 	Errno    syscall.Errno    `json:",omitempty"`
 	Call     string           `json:",omitempty"`
@@ -95,16 +105,30 @@ func serveChild(socket int) {
 	result := -1
 	if err := json.Unmarshal(body, &task); err != nil {
 		answer.Errno = unix.EBADMSG
-	} else if task.Open != "" {
-		result, err = kernel.Openat2(fd, task.Open, unix.OpenHow{Flags: task.Flags, Resolve: task.Resolve})
-		answer.fail(err)
 	} else {
-		result, answer.Reused, err = task.make(fd)
-		answer.fail(err)
+		result = task.do(fd, &answer)
 	}
 	if body, err = json.Marshal(answer); err == nil {
 		_ = send(socket, body, result)
 	}
+}
+
+// do returns the descriptor to send back, -1 for none.
+func (t *childTask) do(fd int, answer *childAnswer) (result int) {
+	result = -1
+	var err error
+	switch {
+	case t.Undo != nil:
+		answer.Undo = t.undo(fd)
+	case t.Open != "":
+		result, err = kernel.Openat2(fd, t.Open, unix.OpenHow{Flags: t.Flags, Resolve: t.Resolve})
+	case t.Create != "":
+		result, answer.Created, err = create(fd, t.Create, t.File)
+	default:
+		result, answer.Reused, err = t.make(fd)
+	}
+	answer.fail(err)
+	return result
 }
 
 func (a *childAnswer) fail(err error) {
@@ -128,7 +152,7 @@ func (a *childAnswer) error(task *childTask) error {
 	case a.Call != "":
 		return &kernel.FSError{Call: a.Call, FSType: task.FSType, Key: a.Key, Errno: a.Errno, Messages: a.Messages}
 	}
-	return &os.PathError{Op: "openat2", Path: task.Open, Err: a.Errno}
+	return &os.PathError{Op: "openat2", Path: task.Open + task.Create, Err: a.Errno}
 }
 
 // make makes the filesystem. device is the open device, -1 for none.

@@ -2,11 +2,13 @@ package perform
 
 import (
 	"context"
+	"encoding/binary"
 	"errors"
 	"os"
 	"path/filepath"
 	"strconv"
 	"strings"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -118,8 +120,12 @@ func TestSourceOnAHungServer(t *testing.T) {
 		r.same(before)
 		free()
 		checkChildrenEnd(t)
-		if got := openFiles(t); got != fds-1 { // the device is closed
-			t.Errorf("%d files are open, %d were before", got, fds)
+		deadline := time.Now().Add(10 * time.Second)
+		for openFiles(t) != fds-1 { // the device is closed
+			if time.Now().After(deadline) {
+				t.Fatalf("%d files are open, %d were before", openFiles(t), fds)
+			}
+			time.Sleep(5 * time.Millisecond)
 		}
 	})
 }
@@ -182,6 +188,137 @@ func TestServedFilesystemIsMadeInAChild(t *testing.T) {
 		}
 		r.same(before)
 	})
+}
+
+// TestUndoBelowAHungServer: a mount attached in a directory of a server that
+// does not answer any more can neither be looked up nor unmounted by path. The
+// undo ends with its deadline, and succeeds when the server is gone.
+func TestUndoBelowAHungServer(t *testing.T) {
+	inside(t, func(r *rig) {
+		served := r.serve(r.path("consumer/place"))
+		before := r.table()
+		p := r.perform(&plain, r.target("consumer/place/inner"), []mountspec.Spec{bind("", "data")}, r.options())
+		if !p.Receipts[0].Remote {
+			t.Errorf("the receipt %+v does not say that its place is on a server", p.Receipts[0])
+		}
+		r.undo(&plain, p.Receipts) // in a child, while the server answers
+		r.same(before)
+
+		p = r.perform(&plain, r.target("consumer/place/inner"), []mountspec.Spec{bind("", "data")}, r.options())
+		served.silence()
+		ctx, cancel := context.WithTimeout(r.ctx, 500*time.Millisecond)
+		defer cancel()
+		if err := Undo(ctx, nil, p.Receipts); !errors.Is(err, context.DeadlineExceeded) {
+			t.Errorf("got %v, want the deadline", err)
+		}
+		if _, ok := r.mountOf(p.Receipts[0]); !ok {
+			t.Error("the mount is gone")
+		}
+		if _, err := Perform(ctx, r.target("consumer/place/other"), []mountspec.Spec{bind("", "data")}, r.options()); !errors.Is(err, context.DeadlineExceeded) {
+			t.Errorf("performing there: %v, want the deadline", err)
+		}
+		served.end()
+		checkChildrenEnd(t)
+	})
+}
+
+// server is a FUSE filesystem of directories that all look the same.
+type server struct {
+	device int
+	silent atomic.Bool
+	done   chan struct{}
+}
+
+// serve mounts a FUSE filesystem and answers what a lookup and statx need.
+func (r *rig) serve(at string) *server {
+	r.Helper()
+	device, err := unix.Open("/dev/fuse", unix.O_RDWR|unix.O_CLOEXEC|unix.O_NONBLOCK, 0)
+	must(r, err)
+	s := &server{device: device, done: make(chan struct{})}
+	r.mount("served", at, "fuse", 0, "fd="+strconv.Itoa(device)+",rootmode=40000,user_id=0,group_id=0")
+	go s.answer()
+	r.Cleanup(s.end)
+	return s
+}
+
+func (s *server) silence() { s.silent.Store(true) }
+
+func (s *server) end() {
+	select {
+	case <-s.done:
+		return
+	default:
+	}
+	close(s.done)
+	_ = unix.Close(s.device)
+}
+
+func (s *server) answer() {
+	buf := make([]byte, 1<<17)
+	for {
+		select {
+		case <-s.done:
+			return
+		default:
+		}
+		if s.silent.Load() {
+			time.Sleep(time.Millisecond)
+			continue
+		}
+		n, err := unix.Read(s.device, buf)
+		if err == unix.EAGAIN {
+			time.Sleep(100 * time.Microsecond)
+			continue
+		}
+		if err != nil || n < 40 {
+			if err == unix.EINTR || err == unix.ENOENT {
+				continue
+			}
+			return
+		}
+		if reply := fuseReply(buf[:n]); reply != nil {
+			_, _ = unix.Write(s.device, reply)
+		}
+	}
+}
+
+// fuseReply answers one request of linux/fuse.h: directories without end, that
+// have to be asked for each time.
+func fuseReply(request []byte) []byte {
+	const lookup, forget, getattr, initialize, batchForget = 1, 2, 3, 26, 42
+	le := binary.NativeEndian
+	opcode, node := le.Uint32(request[4:]), le.Uint64(request[16:])
+	attr := func(b []byte, inode uint64) []byte {
+		a := make([]byte, 88)
+		le.PutUint64(a, inode)
+		le.PutUint32(a[60:], unix.S_IFDIR|0o755)
+		le.PutUint32(a[64:], 2)
+		return append(b, a...)
+	}
+	var body []byte
+	errno := int32(0)
+	switch opcode {
+	case initialize:
+		body = make([]byte, 64)
+		le.PutUint32(body, 7)
+		le.PutUint32(body[4:], 31)
+		le.PutUint32(body[20:], 1<<16)
+	case lookup:
+		body = make([]byte, 40)
+		le.PutUint64(body, node+1)
+		body = attr(body, node+1)
+	case getattr:
+		body = attr(make([]byte, 16), node)
+	case forget, batchForget:
+		return nil
+	default:
+		errno = -int32(unix.ENOSYS)
+	}
+	header := make([]byte, 16)
+	le.PutUint32(header, uint32(16+len(body)))
+	le.PutUint32(header[4:], uint32(errno))
+	copy(header[8:], request[8:16])
+	return append(header, body...)
 }
 
 func TestRemoteTypesNeedAChild(t *testing.T) {

@@ -1,6 +1,7 @@
 package perform
 
 import (
+	"context"
 	"errors"
 	"fmt"
 	"strings"
@@ -53,26 +54,22 @@ func (x *performance) createTarget() error {
 // createIn makes the missing component i in dir, and opens it.
 func (x *performance) createIn(dir, i int, file bool) (int, error) {
 	name := x.missing[i]
+	var next int
+	var created bool
 	var err error
-	flags := unix.O_PATH | unix.O_NOFOLLOW
-	if file {
-		err = unix.Mknodat(dir, name, unix.S_IFREG|0o644, 0)
+	if remoteTypes[x.parent.FSType] && childAvailable.Load() {
+		next, created, err = x.createInChild(dir, name, file)
 	} else {
-		flags |= unix.O_DIRECTORY
-		err = unix.Mkdirat(dir, name, 0o755)
+		next, created, err = create(dir, name, file)
 	}
-	if err != nil && err != unix.EEXIST {
-		return -1, err
-	}
-	if err == nil {
+	if created {
 		x.made = append(x.made, made{at: i, dir: dir, name: name, file: file})
 	}
-	created := err == nil
-	if err := x.e.step("open created"); err != nil {
+	if err != nil {
 		return -1, err
 	}
-	next, err := open(dir, name, flags)
-	if err != nil {
+	if err := x.e.step("open created"); err != nil {
+		_ = unix.Close(next)
 		return -1, err
 	}
 	facts, err := kernel.FactsOf(next, "", x.f.UniqueIDs)
@@ -89,10 +86,32 @@ func (x *performance) createIn(dir, i int, file bool) (int, error) {
 	return next, nil
 }
 
+// create makes a directory or an empty file, unless it is there, and opens it.
+func create(dir int, name string, file bool) (fd int, created bool, err error) {
+	flags := unix.O_PATH | unix.O_NOFOLLOW
+	if file {
+		err = unix.Mknodat(dir, name, unix.S_IFREG|0o644, 0)
+	} else {
+		flags |= unix.O_DIRECTORY
+		err = unix.Mkdirat(dir, name, 0o755)
+	}
+	if err != nil && err != unix.EEXIST {
+		return -1, false, err
+	}
+	created = err == nil
+	fd, err = open(dir, name, flags)
+	return fd, created, err
+}
+
+func (x *performance) createInChild(dir int, name string, file bool) (int, bool, error) {
+	fd, answer, err := inChild(x.ctx, &childTask{Create: name, File: file}, dir, x.o.Timeout)
+	return fd, answer.Created, err
+}
+
 // removeCreated removes what a receipt says was created, if it still is that.
-func removeCreated(c *Created) error {
+func (v *view) removeCreated(ctx context.Context, c *Created) error {
 	dir, name := splitPath(c.Path)
-	fd, err := openDir(dir)
+	fd, err := v.openDir(ctx, dir)
 	if errors.Is(err, unix.ENOENT) || errors.Is(err, unix.ENOTDIR) || errors.Is(err, unix.ELOOP) {
 		return nil // nothing is at that path any more
 	}
@@ -138,39 +157,4 @@ func splitPath(path string) (dir, name string) {
 		return "/", path[1:]
 	}
 	return path[:cut], path[cut+1:]
-}
-
-// maxPath is less than the kernel takes at once.
-const maxPath = 4000
-
-// openDir opens a directory of the namespace by a path that has no link in it,
-// however long the path is.
-func openDir(path string) (int, error) {
-	at := unix.AT_FDCWD
-	for {
-		part, rest := path, ""
-		if len(path) > maxPath {
-			cut := strings.LastIndexByte(path[:maxPath], '/')
-			part, rest = path[:cut], path[cut+1:]
-		}
-		next, err := openPlain(at, part)
-		if at != unix.AT_FDCWD {
-			_ = unix.Close(at)
-		}
-		if err != nil || rest == "" {
-			return next, err
-		}
-		at, path = next, rest
-	}
-}
-
-func openPlain(at int, path string) (int, error) {
-	fd, err := kernel.Openat2(at, path, unix.OpenHow{
-		Flags:   unix.O_PATH | unix.O_DIRECTORY | unix.O_NOFOLLOW,
-		Resolve: unix.RESOLVE_NO_SYMLINKS | unix.RESOLVE_NO_MAGICLINKS,
-	})
-	if errors.Is(err, unix.ENOSYS) {
-		return walk(at, path)
-	}
-	return fd, err
 }

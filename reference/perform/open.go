@@ -1,6 +1,7 @@
 package perform
 
 import (
+	"context"
 	"errors"
 	"os"
 	"strings"
@@ -66,29 +67,36 @@ func (x *performance) openHow(dir int, path string, how unix.OpenHow) (int, erro
 	if how.Resolve&unix.RESOLVE_NO_SYMLINKS == 0 {
 		return x.askChild(dir, path, how)
 	}
-	return x.openStepwise(dir, path, how)
+	return openStepwise(dir, path, how, x.isRemote, x.askChild)
 }
 
-// openStepwise opens a path without links, one component at a time, so that a
-// child is needed only where a server has to be asked.
-func (x *performance) openStepwise(dir int, path string, how unix.OpenHow) (int, error) {
+func (x *performance) askChild(dir int, path string, how unix.OpenHow) (int, error) {
+	fd, _, err := inChild(x.ctx, &childTask{Open: path, Flags: how.Flags, Resolve: how.Resolve}, dir, x.o.Timeout)
+	return fd, err
+}
+
+// openStepwise opens a path without links, one component at a time, so that
+// only where remote says that a server has to be asked, ask does the rest.
+func openStepwise(dir int, path string, how unix.OpenHow, remote func(dir int) bool,
+	ask func(dir int, path string, how unix.OpenHow) (int, error),
+) (int, error) {
 	at := dir
 	defer func() { closeWalk(at, dir) }()
 	rest := strings.TrimLeft(path, "/")
 	for {
-		name, after, more := strings.Cut(rest, "/")
+		name, after, _ := strings.Cut(rest, "/")
 		after = strings.TrimLeft(after, "/")
 		step := unix.OpenHow{Flags: how.Flags, Resolve: how.Resolve&^unix.RESOLVE_IN_ROOT | unix.RESOLVE_BENEATH}
-		if more && after != "" {
+		if after != "" {
 			step.Flags = unix.O_PATH // of a link this is ELOOP
 		}
 		known := step
 		known.Resolve |= resolveCached
 		fd, err := openat2Once(at, name, known)
 		if err == unix.EAGAIN || err == unix.EINVAL {
-			if x.isRemote(at) {
+			if remote(at) {
 				step.Flags = how.Flags
-				return x.askChild(at, rest, step)
+				return ask(at, rest, step)
 			}
 			fd, err = kernel.Openat2(at, name, step)
 		}
@@ -100,24 +108,24 @@ func (x *performance) openStepwise(dir int, path string, how unix.OpenHow) (int,
 	}
 }
 
-func (x *performance) askChild(dir int, path string, how unix.OpenHow) (int, error) {
-	fd, _, err := inChild(x.ctx, &childTask{Open: path, Flags: how.Flags, Resolve: how.Resolve}, dir, x.o.Timeout)
-	return fd, err
-}
-
 // isRemote says that an open directory is on a filesystem that asks a server.
 func (x *performance) isRemote(dir int) bool {
-	facts, err := kernel.FactsOf(dir, "", x.f.UniqueIDs)
-	if err != nil {
-		return true
-	}
 	v := x.view()
 	defer v.close()
-	m, err := v.lookup(x.ctx, facts.MountID)
+	remote, err := v.isRemote(x.ctx, dir)
 	if errors.Is(err, unix.ENOENT) {
 		return x.firstIsRemote() // not attached yet: it is the first spec's
 	}
-	return err != nil || remoteTypes[m.FSType]
+	return remote || err != nil
+}
+
+func (v *view) isRemote(ctx context.Context, dir int) (bool, error) {
+	facts, err := kernel.FactsOf(dir, "", v.f.UniqueIDs)
+	if err != nil {
+		return true, err
+	}
+	m, err := v.lookup(ctx, facts.MountID)
+	return remoteTypes[m.FSType], err
 }
 
 // firstIsRemote says that the first spec's filesystem asks a server.
@@ -126,11 +134,15 @@ func (x *performance) firstIsRemote() bool {
 	case *mountspec.Filesystem:
 		return remoteTypes[k.Type] || k.Served
 	case *mountspec.Bind:
-		u := &x.units[0]
-		if u.source >= 0 {
-			return x.isRemote(u.source)
+		from := x.units[0].source
+		if from < 0 {
+			from = x.units[0].base
 		}
-		return x.isRemote(u.base)
+		// Where that cannot be told, it is taken for one that does.
+		v := view{f: x.f}
+		defer v.close()
+		remote, err := v.isRemote(x.ctx, from)
+		return remote || err != nil
 	}
 	return false
 }
@@ -184,4 +196,63 @@ func closeWalk(at, dirfd int) {
 	if at != dirfd {
 		_ = unix.Close(at)
 	}
+}
+
+// openDir opens a directory of the namespace by a path that has no link in it,
+// however long the path is. Unless the view is patient it asks no server; where
+// one would have to be asked the error is errMayHang.
+func (v *view) openDir(ctx context.Context, path string) (int, error) {
+	at := unix.AT_FDCWD
+	for {
+		part, rest := path, ""
+		if len(path) > maxPath {
+			cut := strings.LastIndexByte(path[:maxPath], '/')
+			part, rest = path[:cut], path[cut+1:]
+		}
+		next, err := v.openPlain(ctx, at, part)
+		if at != unix.AT_FDCWD {
+			_ = unix.Close(at)
+		}
+		if err != nil || rest == "" {
+			return next, err
+		}
+		at, path = next, rest
+	}
+}
+
+// maxPath is less than the kernel takes at once.
+const maxPath = 4000
+
+func (v *view) openPlain(ctx context.Context, at int, path string) (int, error) {
+	how := unix.OpenHow{
+		Flags:   unix.O_PATH | unix.O_DIRECTORY | unix.O_NOFOLLOW,
+		Resolve: unix.RESOLVE_NO_SYMLINKS | unix.RESOLVE_NO_MAGICLINKS,
+	}
+	if !v.f.Openat2 {
+		return walk(at, path)
+	}
+	if v.patient {
+		return kernel.Openat2(at, path, how)
+	}
+	known := how
+	known.Resolve |= resolveCached
+	fd, err := openat2Once(at, path, known)
+	if err != unix.EAGAIN && err != unix.EINVAL {
+		return fd, err
+	}
+	if at == unix.AT_FDCWD {
+		root, err := open(at, "/", unix.O_PATH|unix.O_DIRECTORY)
+		if err != nil {
+			return -1, err
+		}
+		defer unix.Close(root)
+		at = root
+	}
+	if strings.Trim(path, "/") == "" {
+		return kernel.Openat2(at, ".", how)
+	}
+	return openStepwise(at, path, how, func(dir int) bool {
+		remote, err := v.isRemote(ctx, dir)
+		return remote || err != nil
+	}, func(int, string, unix.OpenHow) (int, error) { return -1, errMayHang })
 }

@@ -70,6 +70,8 @@ type Executor struct {
 	cache    *cache
 	trash    *trash
 	watches  *watches
+	// patient is set in a child: it may hang.
+	patient bool
 
 	// before is called before each step of a plan and each call of an undo
 	// that changes something, and fails it if it returns an error. Only

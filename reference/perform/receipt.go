@@ -48,6 +48,10 @@ type Receipt struct {
 	// Device is the superblock's device, "major:minor", where ids are
 	// reused and it has to help to tell mounts apart.
 	Device string `json:"device,omitempty"`
+	// Remote says that the place it was attached at is on a filesystem that
+	// asks a server, so that undo must not look it up where it cannot be
+	// killed.
+	Remote bool `json:"remote,omitempty"`
 	// Tree says that the mount came with the mounts below it. Those have
 	// ids greater than MountID and less than TreeEnd; where ids are reused,
 	// they are listed in Below, outermost first.

@@ -8,6 +8,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/csi-prepare/csi-prepare/reference/kernel"
+	"github.com/csi-prepare/csi-prepare/reference/mountns"
 	"github.com/csi-prepare/csi-prepare/reference/mountspec"
 )
 
@@ -23,6 +24,8 @@ type performance struct {
 	units  []unit
 	done   *Performed
 
+	// there is the target's namespace while the thread is in it.
+	there *mountns.Namespace
 	// parent is the mount the target is on, shared whether it passes on
 	// what is attached to it.
 	parent kernel.MountStat
@@ -42,6 +45,7 @@ type unit struct {
 
 	fs       *kernel.FSContext
 	reuse    bool // the superblock was there before
+	remote   bool // its filesystem asks a server
 	id       uint64
 	parentID uint64 // the mount this one is attached to
 	treeEnd  uint64
@@ -68,6 +72,7 @@ func (x *performance) run() (err error) {
 		return err
 	}
 	rest := func(first int) error {
+		x.there = ns
 		err := x.steps(first, len(x.plan.Steps))
 		if err != nil {
 			err = x.rollback(err)
@@ -86,9 +91,11 @@ func (x *performance) run() (err error) {
 	case x.o.Journal == nil:
 		return ns.Do(x.ctx, func() error { return rest(there) })
 	}
+	x.there = ns
 	if err := ns.Do(x.ctx, func() error { return x.steps(there, there+1) }); err != nil {
 		return err
 	}
+	x.there = nil
 	if err := x.journal(); err != nil {
 		return err
 	}

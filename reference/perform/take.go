@@ -135,7 +135,10 @@ func (t *taking) try(m *kernel.MountStat) error {
 	if name == "" {
 		return fmt.Errorf("%w: it is the root of the namespace", ErrReceipt)
 	}
-	fd, err := openDir(dir)
+	fd, err := t.v.openDir(t.ctx, dir)
+	if err == errMayHang {
+		return err
+	}
 	if err != nil {
 		return errCovered
 	}

@@ -45,12 +45,18 @@ func (e *Executor) Undo(ctx context.Context, ns *mountns.Namespace, receipts []R
 	if len(receipts) == 0 {
 		return nil
 	}
-	v := &view{f: e.probe(), ns: ns}
+	v := &view{f: e.probe(), ns: ns, patient: e.patient || !childAvailable.Load()}
 	defer v.close()
-	if ns == nil {
+	switch {
+	case !v.patient && slices.ContainsFunc(receipts, func(r Receipt) bool { return r.Remote }):
+		err = errMayHang
+	case ns == nil:
 		err = e.undoHere(ctx, v, receipts)
-	} else {
+	default:
 		err = ns.Do(ctx, func() error { return e.undoHere(ctx, v, receipts) })
+	}
+	if errors.Is(err, errMayHang) {
+		err = e.undoInChild(ctx, ns, receipts)
 	}
 	var busy *BusyError
 	if errors.As(err, &busy) && len(busy.Mounts) == 0 && !busy.Covered && v.f.UniqueIDs {
@@ -101,7 +107,7 @@ func (e *Executor) undoHere(ctx context.Context, v *view, receipts []Receipt) er
 		for j := len(created) - 1; j >= 0; j-- {
 			err := e.step("remove created")
 			if err == nil {
-				err = removeCreated(&created[j])
+				err = v.removeCreated(ctx, &created[j])
 			}
 			if err != nil {
 				return &Error{i, "remove what was created", err}

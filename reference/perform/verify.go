@@ -21,11 +21,13 @@ type view struct {
 	ns *mountns.Namespace
 	// own is opened on a kernel without unique ids, for its whole table.
 	own *mountns.Namespace
+	// patient says that a lookup may hang here.
+	patient bool
 	// seen is a mount that was read a moment ago, for its first use.
 	seen kernel.MountStat
 }
 
-func (x *performance) view() *view { return &view{f: x.f, ns: x.target.Namespace} }
+func (x *performance) view() *view { return &view{f: x.f, ns: x.there, patient: true} }
 
 func (v *view) close() {
 	if v.own != nil {
@@ -180,6 +182,11 @@ func verifyAttributes(m *kernel.MountStat, set, clear mountspec.Attr) error {
 func (x *performance) fill(i int, m *kernel.MountStat) {
 	r := &x.done.Receipts[i]
 	r.MntnsID, r.MountID, r.ParentID, r.Target = m.NS, m.ID, m.ParentID, m.Point
+	x.units[i].remote = remoteTypes[m.FSType]
+	r.Remote = remoteTypes[x.parent.FSType]
+	if i > 0 {
+		r.Remote = slices.ContainsFunc(x.units, func(u unit) bool { return u.remote && u.id == m.ParentID })
+	}
 	if !x.f.UniqueIDs {
 		r.Device = deviceText(m)
 	}
