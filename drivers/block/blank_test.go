@@ -51,8 +51,8 @@ var notBlank = []struct {
 		write(t, path, 512, withLVMChecksum(label))
 	}},
 	{"data at the beginning", "data of no known kind at byte 0", func(t *testing.T, path string) { write(t, path, 0, []byte("a database")) }},
-	{"data in the middle", "data of no known kind", func(t *testing.T, path string) { write(t, path, 100*mib+5, []byte("a database")) }},
-	{"data at the end", "data of no known kind", func(t *testing.T, path string) { write(t, path, 320*mib-1, []byte("x")) }},
+	{"data in the middle", "data of no known kind", func(t *testing.T, path string) { write(t, path, 20*mib+5, []byte("a database")) }},
+	{"data at the end", "data of no known kind", func(t *testing.T, path string) { write(t, path, 48*mib-1, []byte("x")) }},
 	{"two signatures", "", func(t *testing.T, path string) {
 		tool(t, "mkfs.ext2", "-q", path)
 		swap := make([]byte, 10)
@@ -124,10 +124,10 @@ func TestNotBlank(t *testing.T) {
 		t.Run(tt.name, func(t *testing.T) {
 			s := *s
 			s.t = t
-			id := s.create(tt.name, 320*mib, mountOf(""))
+			id := s.create(tt.name, 48*mib, mountOf(""))
 			tt.put(t, s.file(id))
 			was := sum(t, s.file(id))
-			for _, c := range []string{"ext4", "xfs", ""} {
+			for _, c := range []string{"xfs", ""} {
 				s.code("NodeStageVolume "+c, s.tryStage(id, mountOf(c)), codes.FailedPrecondition, "not blank", tt.named)
 			}
 			if sum(t, s.file(id)) != was {

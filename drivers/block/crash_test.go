@@ -105,7 +105,7 @@ func (m *mortal) life(c *csi.VolumeCapability, name string) {
 	isRaw := c.GetBlock() != nil
 	var id, snapshotID, cloneID string
 	m.call("CreateVolume", func() error {
-		resp, err := m.controller.CreateVolume(ctx, m.createRequest(name, 64*mib, c))
+		resp, err := m.controller.CreateVolume(ctx, m.createRequest(name, 16*mib, c))
 		id = resp.GetVolume().GetVolumeId()
 		return err
 	})
@@ -113,7 +113,7 @@ func (m *mortal) life(c *csi.VolumeCapability, name string) {
 	first, second := pattern("first "+name, mib), pattern("second "+name, mib)
 	m.used(id, "writer", c, false, func(path string) { m.put(path, isRaw, first) })
 	m.used(id, "reader", c, true, func(path string) { m.has(path, isRaw, first) })
-	size := &csi.CapacityRange{RequiredBytes: 96 * mib}
+	size := &csi.CapacityRange{RequiredBytes: 24 * mib}
 	m.used(id, "grower", c, false, func(path string) {
 		m.call("ControllerExpandVolume", func() error {
 			return errorOf(m.controller.ControllerExpandVolume(ctx, &csi.ControllerExpandVolumeRequest{VolumeId: id, CapacityRange: size}))

@@ -132,8 +132,15 @@ func (s *site) ready() {
 	s.t.Helper()
 	ctx, cancel := context.WithTimeout(s.t.Context(), 30*time.Second)
 	defer cancel()
-	if _, err := s.identity.Probe(ctx, &csi.ProbeRequest{}, grpc.WaitForReady(true)); err != nil {
-		s.t.Fatalf("the driver does not answer: %v", err)
+	for {
+		_, err := s.identity.Probe(ctx, &csi.ProbeRequest{}, grpc.WaitForReady(true))
+		if err == nil {
+			return
+		}
+		// The connection to a driver that was killed may seem to live.
+		if status.Code(err) != codes.Unavailable || ctx.Err() != nil {
+			s.t.Fatalf("the driver does not answer: %v", err)
+		}
 	}
 }
 
