@@ -89,31 +89,37 @@ func TestValidateRefusesValuesTheWireCannotHold(t *testing.T) {
 		{"nil FUSE", Spec{Kind: (*FUSE)(nil)}, "0 spec.kind-set \n"},
 		{"nil extension", Spec{Kind: (*Extension)(nil)}, "0 spec.kind-set \n"},
 		{
-			"kind of a stranger", Spec{Kind: struct{ Kind }{&FUSE{ID: "f"}}},
+			"kind of a stranger",
+			Spec{Kind: struct{ Kind }{&FUSE{ID: "f"}}},
 			"0 spec.kind-set \n",
 		},
 		{
-			"undefined atime", Spec{Kind: &FUSE{ID: "f"}, Attributes: Attributes{Atime: 9}},
+			"undefined atime",
+			Spec{Kind: &FUSE{ID: "f"}, Attributes: Attributes{Atime: 9}},
 			"0 spec.no-unknown-fields attributes.atime\n",
 		},
 		{
-			"undefined base", Spec{Kind: &Bind{Source: PathRef{Base: 9}}},
+			"undefined base",
+			Spec{Kind: &Bind{Source: PathRef{Base: 9}}},
 			"0 bind.base-known bind.source.base\n",
 		},
 		{
-			"text and secret", Spec{Kind: &Filesystem{
+			"text and secret",
+			Spec{Kind: &Filesystem{
 				Type: "tmpfs", Parameters: []Parameter{{Key: "size", Text: "1", Secret: NewSecret("2")}},
 			}},
 			"0 filesystem.parameter-value filesystem.parameters[0].text\n",
 		},
 		{
-			"two sources", Spec{Kind: &Filesystem{
+			"two sources",
+			Spec{Kind: &Filesystem{
 				Type: "tmpfs", Source: "none", Device: &BlockDevice{Major: 8},
 			}},
 			"0 filesystem.source-no-path filesystem.opaque\n",
 		},
 		{
-			"invalid UTF-8 in every text of a bind", Spec{
+			"invalid UTF-8 in every text of a bind",
+			Spec{
 				Kind: &Bind{
 					Source:      PathRef{Base: BaseGranted, Relative: "a\xff", Grant: "scratch\xff"},
 					MountFSType: "\xff",
@@ -123,7 +129,8 @@ func TestValidateRefusesValuesTheWireCannotHold(t *testing.T) {
 				"0 spec.text bind.source.relative\n0 spec.text bind.mount_fs_type\n",
 		},
 		{
-			"invalid UTF-8 in every text of a filesystem", Spec{
+			"invalid UTF-8 in every text of a filesystem",
+			Spec{
 				Kind: &Filesystem{
 					Type: "tmpfs\xff", Source: "\xff", Parameters: []Parameter{
 						{Key: "a\xff"}, {Key: "b", Text: "\xff"}, {Key: "c", Secret: NewSecret("\xff")},
