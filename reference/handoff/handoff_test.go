@@ -518,7 +518,7 @@ func TestARequestIsChecked(t *testing.T) {
 }
 
 func TestTheSocketIsThePluginsAlone(t *testing.T) {
-	dir := filepath.Join(t.TempDir(), "handoff")
+	dir := filepath.Join(shortDir(t), "handoff")
 	r := newRig(t, func(c *Config) { c.Directory, c.UID, c.GID = dir, 12345, 12346 })
 	for path, mode := range map[string]os.FileMode{dir: os.ModeDir | 0o700, r.Path(): os.ModeSocket | 0o600} {
 		fi, err := os.Lstat(path)

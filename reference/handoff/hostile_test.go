@@ -357,7 +357,7 @@ func TestALatePacketOfAServerIsDropped(t *testing.T) {
 // hostileCO answers one message with whatever reply makes of it.
 func hostileCO(t *testing.T, reply func(k *net.UnixConn, m *pb.HandoffMessage)) *Conn {
 	t.Helper()
-	path := t.TempDir() + "/s"
+	path := shortDir(t) + "/s"
 	l, err := net.ListenUnix("unixpacket", &net.UnixAddr{Net: "unixpacket", Name: path})
 	if err != nil {
 		t.Fatal(err)

@@ -35,7 +35,7 @@ func newRig(t *testing.T, change func(*Config)) *rig {
 	}
 	r := &rig{t: t, notices: make(chan Notice, 64)}
 	c := Config{
-		Directory: filepath.Join(t.TempDir(), "handoff"),
+		Directory: filepath.Join(shortDir(t), "handoff"),
 		Mount: func(context.Context, Key, FUSERequest) (*os.File, *os.File, error) {
 			r.mu.Lock()
 			defer r.mu.Unlock()
@@ -200,4 +200,20 @@ func openDescriptors(t *testing.T) int {
 		t.Fatal(err)
 	}
 	return len(names)
+}
+
+// shortDir is a temporary directory without the test's name in its path: that
+// of a socket has room for 107 bytes.
+func shortDir(t testing.TB) string {
+	t.Helper()
+	dir, err := os.MkdirTemp("", "h")
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() {
+		if err := os.RemoveAll(dir); err != nil {
+			t.Error(err)
+		}
+	})
+	return dir
 }
