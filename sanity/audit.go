@@ -95,12 +95,12 @@ func (t *trial) changes(ctx context.Context, skip *mountns.Namespace) (string, e
 		if !known[ns.ID()] {
 			added, err := t.newMounts(ctx, ns)
 			if err != nil {
-				ns.Close() //nolint:errcheck // it was only looked at
-				continue   // it ended while it was looked at
+				_ = ns.Close() // it was only looked at
+				continue       // it ended while it was looked at
 			}
 			lines = appendChanges(lines, t.ours(mountns.Changes{Added: added}), "another namespace, "+ns.String())
 		}
-		ns.Close() //nolint:errcheck // it was only looked at
+		_ = ns.Close() // it was only looked at
 	}
 	return strings.Join(lines, "\n"), nil
 }
@@ -255,7 +255,7 @@ func (t *trial) leak(id requirement.ID, expected, actual, table string) *ending 
 	if q, ok := requirement.Lookup(id); !ok || q.Actor != t.actor {
 		return couldNotRun("%s; %s\n%s", actual, "that is a fault of the suite", table)
 	}
-	if spec, known := t.Suite.brokenIn(id); known && spec != t.definition.name {
+	if spec, known := t.brokenIn(id); known && spec != t.definition.name {
 		return couldNotRun("%s, which breaks %s: see %q", actual, id, spec)
 	}
 	return &ending{
@@ -329,7 +329,7 @@ func children(pid int) []string {
 			continue
 		}
 		for _, child := range strings.Fields(string(text)) {
-			name, err := os.ReadFile("/proc/" + child + "/comm")
+			name, err := os.ReadFile(filepath.Join("/proc", filepath.Base(child), "comm"))
 			if err == nil {
 				found = append(found, child+" "+strings.TrimSpace(string(name)))
 			}

@@ -103,7 +103,7 @@ func (c *clients) connect(endpoint string, timeout time.Duration, seen func(req,
 
 func (c *clients) close() {
 	for _, conn := range c.connections {
-		conn.Close() //nolint:errcheck // nothing is sent any more
+		_ = conn.Close() // nothing is sent any more
 	}
 	c.connections = nil
 }
@@ -140,7 +140,7 @@ func socketState(endpoint string) error {
 	conn, err := net.Dial("unix", p)
 	switch {
 	case err == nil:
-		conn.Close() //nolint:errcheck // it was only tried
+		_ = conn.Close() // it was only tried
 		return nil
 	case errors.Is(err, unix.ENOENT):
 		return fmt.Errorf("there is no socket at %s; is the plugin running, with this endpoint?", p)

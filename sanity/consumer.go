@@ -145,7 +145,7 @@ func writable(path string) (what string, err error) {
 		{"writing to a file", func() error {
 			f, err := os.OpenFile(path, os.O_WRONLY, 0)
 			if err == nil {
-				f.Close()
+				_ = f.Close()
 			}
 			return err
 		}},
@@ -153,7 +153,7 @@ func writable(path string) (what string, err error) {
 		{"creating a file", func() error {
 			f, err := os.OpenFile(fresh, os.O_WRONLY|os.O_CREATE|os.O_EXCL, 0o600)
 			if err == nil {
-				f.Close()
+				_ = f.Close()
 			}
 			return err
 		}},

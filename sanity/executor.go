@@ -250,7 +250,7 @@ func (g *rig) wantBusy(id requirement.ID, err error) {
 func canWrite(path string) bool {
 	f, err := os.OpenFile(path, os.O_WRONLY, 0)
 	if err == nil {
-		f.Close()
+		_ = f.Close()
 	}
 	return err == nil
 }

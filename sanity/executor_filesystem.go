@@ -76,7 +76,7 @@ func (t *trial) loopWithExt4() (device string, major, minor uint32) {
 			Fd: uint32(file.Fd()), Info: unix.LoopInfo64{Flags: unix.LO_FLAGS_AUTOCLEAR},
 		})
 		if err != nil {
-			loop.Close()
+			_ = loop.Close()
 			continue
 		}
 		// The device clears itself when nothing has it open any more.

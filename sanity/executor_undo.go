@@ -119,7 +119,7 @@ func busySpec(t *trial) {
 	ours := g.idsBelow()
 	file, err := os.OpenFile(filepath.Join(g.target, "file"), os.O_RDWR, 0)
 	t.sysfail("opening a file of the volume", err)
-	closeFile := func() { file.Close() }
+	closeFile := func() { _ = file.Close() }
 	t.cleanup(func() error { closeFile(); return nil })
 	err = g.undoCall(r, receipts)
 	g.alive(err)

@@ -55,11 +55,10 @@ func (p *process) start() error {
 	ended, started := make(chan struct{}), make(chan error, 1)
 	go func() {
 		err := p.ns.Do(context.Background(), func() error {
-			err := cmd.Start()
-			started <- err
-			if err != nil {
-				return nil
+			if err := cmd.Start(); err != nil {
+				return err
 			}
+			started <- nil
 			p.state = cmd.Wait()
 			close(ended)
 			return nil

@@ -134,6 +134,9 @@ func (t *trial) usualKinds(v *volume) map[preparev1alpha1.MountKind]bool {
 		kinds[kindOf(spec)] = true
 	}
 	t.unprepared(r)
+	if len(kinds) == 0 {
+		end(couldNotRun("the plugin answers without mount specs, which breaks %s", requirement.SpecCount))
+	}
 	return kinds
 }
 

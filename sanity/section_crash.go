@@ -121,10 +121,10 @@ func (t *trial) inAnotherBoot(f func() error) error {
 	const bootID = "/proc/sys/kernel/random/boot_id"
 	file := filepath.Join(t.Suite.dir, "boot_id")
 	text := fmt.Sprintf("%08x-0000-4000-8000-%012x\n", uint32(t.draw()), t.draw()&(1<<48-1))
-	if err := os.WriteFile(file, []byte(text), 0o644); err != nil { //nolint:gosec // as the original
+	if err := os.WriteFile(file, []byte(text), 0o644); err != nil {
 		return err
 	}
-	defer os.Remove(file) //nolint:errcheck // it goes with the directory
+	defer func() { _ = os.Remove(file) }()
 	if err := t.beyond.Do(t.ctx, func() error { return unix.Mount(file, bootID, "", unix.MS_BIND, "") }); err != nil {
 		return err
 	}

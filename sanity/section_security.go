@@ -157,16 +157,21 @@ func (t *trial) fileWith(dir, text string) string {
 	if dir == "" {
 		return ""
 	}
+	root, err := os.OpenRoot(dir)
+	if err != nil {
+		return "" // what is gone or closed to us shows nothing
+	}
+	defer func() { _ = root.Close() }()
 	found := ""
-	_ = filepath.WalkDir(dir, func(path string, d fs.DirEntry, err error) error {
+	_ = fs.WalkDir(root.FS(), ".", func(path string, d fs.DirEntry, err error) error {
 		if err != nil || !d.Type().IsRegular() {
 			return nil //nolint:nilerr // what is gone or closed to us shows nothing
 		}
 		if info, err := d.Info(); err != nil || info.Size() > 1<<20 {
 			return nil //nolint:nilerr // as above
 		}
-		if b, err := os.ReadFile(path); err == nil && bytes.Contains(b, []byte(text)) {
-			found = path
+		if b, err := root.ReadFile(path); err == nil && bytes.Contains(b, []byte(text)) {
+			found = filepath.Join(dir, path)
 			return fs.SkipAll
 		}
 		return nil

@@ -37,7 +37,7 @@ func serve(t testing.TB, s service) string {
 	}
 	g := grpc.NewServer(s.Options()...)
 	s.Serve(g)
-	go g.Serve(listener) //nolint:errcheck // ends with Stop
+	go g.Serve(listener)
 	t.Cleanup(g.Stop)
 	return "unix://" + socket
 }

@@ -65,6 +65,10 @@ func (s *Suite) run(ctx context.Context, d definition) result {
 	}
 	begun := time.Now()
 	e := t.inside(func() { d.body(t) })
+	if e != nil && ctx.Err() != nil {
+		// What the end of its time made of the spec says nothing.
+		e = couldNotRun("interrupted, or not at its end after %v", specTimeout)
+	}
 	if e == nil {
 		e = t.unreported()
 	}
@@ -95,7 +99,7 @@ func (s *Suite) run(ctx context.Context, d definition) result {
 func (t *trial) setUp(ctx context.Context) error {
 	t.ctx = recorded(ctx, &t.journal)
 	var err error
-	if t.ns, err = t.Suite.copyNamespace(ctx); err != nil {
+	if t.ns, err = t.copyNamespace(ctx); err != nil {
 		return err
 	}
 	if t.dir, err = os.MkdirTemp(t.Suite.dir, "spec-"); err != nil {
@@ -154,7 +158,7 @@ func (t *trial) tearDown() error {
 	if t.nsFile != 0 {
 		err = errors.Join(err, unix.Close(t.nsFile))
 	}
-	return errors.Join(err, t.Suite.removeTree(t.dir))
+	return errors.Join(err, t.removeTree(t.dir))
 }
 
 // name returns a name that nothing else in this run has, and no other run
@@ -243,7 +247,7 @@ func (t *trial) need(id requirement.ID, err error, expected string) {
 		return
 	}
 	t.alive(err)
-	if spec, known := t.Suite.brokenIn(id); known {
+	if spec, known := t.brokenIn(id); known {
 		end(couldNotRun("needs %s, which does not hold: see %q", id, spec))
 	}
 	t.fail(id, expected, answered(err))
@@ -256,7 +260,7 @@ func (t *trial) alive(err error) {
 	default:
 		return
 	}
-	why := t.Suite.checkGone(t.definition.name)
+	why := t.checkGone(t.definition.name)
 	if why == nil {
 		return
 	}

@@ -29,11 +29,10 @@ func (r *Report) WriteTable(w io.Writer) {
 	write := func(first string, s *Summary) {
 		fmt.Fprint(t, first)
 		for _, o := range columns {
-			switch n := s.Count(o); {
-			case n == 0:
-				fmt.Fprint(t, "\t.")
-			default:
+			if n := s.Count(o); n > 0 {
 				fmt.Fprintf(t, "\t%d", n)
+			} else {
+				fmt.Fprint(t, "\t.")
 			}
 		}
 		fmt.Fprintln(t)
@@ -47,7 +46,7 @@ func (r *Report) WriteTable(w io.Writer) {
 		write(section, rows[section])
 	}
 	write("requirements", &r.Summary)
-	t.Flush() //nolint:errcheck // output for people
+	_ = t.Flush() // output for people
 }
 
 // WriteOpen says what keeps the run from showing more than it did, by reason.

@@ -60,7 +60,7 @@ that the suite can perform its mount specs as a CO would.`,
 				if err := s.embed(); err != nil {
 					return err
 				}
-				defer os.RemoveAll(s.removeWhenDone)
+				defer func() { _ = os.RemoveAll(s.removeWhenDone) }()
 			}
 			name := s.driver
 			if (s.config.Endpoint != "" || s.exec != "") && !cmd.Flags().Changed("driver") {
@@ -105,7 +105,7 @@ executor.`,
 				if err := s.embedExecutor(); err != nil {
 					return err
 				}
-				defer os.RemoveAll(s.removeWhenDone)
+				defer func() { _ = os.RemoveAll(s.removeWhenDone) }()
 			}
 			if s.config.Performer == "" {
 				s.config.Performer = "new"
