@@ -220,7 +220,7 @@ func (p *process) begin(ctx context.Context, o order) (err error) {
 	if err != nil {
 		return err
 	}
-	var server *gofuse.Server
+	var server *attach.Server
 	if o.Act == resume {
 		server, err = attach.Resume(p.device, p.fs, serverOptions(p.log), p.session.Init)
 	} else {
@@ -230,7 +230,9 @@ func (p *process) begin(ctx context.Context, o order) (err error) {
 		return err
 	}
 	go func() {
-		server.Serve()
+		if err := server.Serve(); err != nil {
+			p.log.Error("serving ended", "error", err)
+		}
 		close(p.finished)
 	}()
 	if err := p.conn.Serving(ctx, o.Handle, p.session); err != nil {

@@ -18,7 +18,7 @@ import (
 	"github.com/csi-prepare/csi-prepare/reference/handoff"
 )
 
-// A successor is another process: go-fuse cannot be stopped in this one.
+// A successor is another process, as it always is.
 const successorVariable = "ATTACH_TEST_SUCCESSOR"
 
 func TestMain(m *testing.M) {
@@ -27,10 +27,11 @@ func TestMain(m *testing.M) {
 	}
 	init, err := io.ReadAll(os.Stdin)
 	if err == nil {
-		var s *fuse.Server
+		var s *Server
 		if s, err = Resume(os.NewFile(3, "device"), empty{fuse.NewDefaultRawFileSystem()}, options, init); err == nil {
-			s.Serve()
-			return
+			if err = s.Serve(); err == nil {
+				return
+			}
 		}
 	}
 	fmt.Fprintln(os.Stderr, err)
@@ -73,13 +74,15 @@ func TestAServerStartsOnAHandedDevice(t *testing.T) {
 		t.Error(err)
 	}
 	device.Close()
-	ended := make(chan struct{})
-	go func() { s.Serve(); close(ended) }()
+	ended := make(chan error)
+	go func() { ended <- s.Serve() }()
 	if err := fusemount.Prove(t.Context(), m); err != nil {
 		t.Error(err)
 	}
 	m.Close()
-	<-ended // with the last mount
+	if err := <-ended; err != nil { // with the last mount
+		t.Error(err)
+	}
 }
 
 func TestASuccessorTakesOverWhatWasRead(t *testing.T) {

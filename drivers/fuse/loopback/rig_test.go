@@ -40,6 +40,8 @@ func TestMain(m *testing.M) {
 	switch role {
 	case "serve":
 		err = serve(strings.Split(arguments, " "))
+	case "classic":
+		err = classic(strings.Split(arguments, " "))
 	case "spawn":
 		err = spawn(arguments)
 	default:
@@ -65,7 +67,7 @@ func serve(arguments []string) error {
 	}
 	device, recorded, ready := os.NewFile(3, "device"), os.NewFile(4, "init"), os.NewFile(5, "ready")
 	o := gofuse.MountOptions{IDMappedMount: true, Logger: log.New(io.Discard, "", 0)}
-	var server *gofuse.Server
+	var server *attach.Server
 	if generation == 0 {
 		var init []byte
 		if server, init, err = attach.Start(context.Background(), device, fs, o); err != nil {
@@ -87,8 +89,7 @@ func serve(arguments []string) error {
 	if _, err := ready.Write([]byte{1}); err != nil {
 		return err
 	}
-	server.Serve()
-	return nil
+	return server.Serve()
 }
 
 // spawn starts the next serving process for each byte it reads, after it has
