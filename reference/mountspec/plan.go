@@ -55,7 +55,7 @@ func (e *UnsupportedError) Error() string {
 
 // PerformedKinds are the kinds NewPlan makes plans for.
 func PerformedKinds() []KindName {
-	return []KindName{KindFilesystem, KindBind, KindBlockDevice}
+	return []KindName{KindFilesystem, KindBind, KindBlockDevice, KindHandle, KindFUSE}
 }
 
 // NewPlan plans how a kernel with the features f performs specs under the
@@ -65,7 +65,7 @@ func PerformedKinds() []KindName {
 func NewPlan(specs []Spec, f Features, p Policy) (Plan, error) {
 	b := planner{f: f, p: p}
 	b.plan.Specs = len(specs)
-	b.plan.Detached = f.MountAPI && (f.DetachedTrees || len(specs) == 1)
+	b.plan.Detached = f.MountAPI && (f.DetachedTrees && !isHandle(&specs[0]) || len(specs) == 1)
 	size := 8
 	for i := range specs {
 		size += 14
@@ -99,6 +99,13 @@ func NewPlan(specs []Spec, f Features, p Policy) (Plan, error) {
 		b.step(Step{Call: Verify, Spec: i, Set: set, Clear: clear})
 	}
 	return b.plan, nil
+}
+
+// isHandle says so of a spec whose mount is cloned in a namespace of its own:
+// the kernel attaches nothing inside such a clone before it is attached itself.
+func isHandle(s *Spec) bool {
+	_, is := s.Kind.(*Handle)
+	return is
 }
 
 type planner struct {
@@ -158,6 +165,11 @@ func (b *planner) make(i int, s *Spec) error {
 		b.step(Step{Call: Fsmount, Spec: i})
 		b.step(Step{Call: Mknod, Spec: i, Text: deviceName(k)})
 		b.step(Step{Call: CloneNode, Spec: i})
+	case *Handle:
+		recursive = s.Attributes.Recursive
+		b.step(Step{Call: CloneMaster, Spec: i, Text: k.ID, Recursive: recursive})
+	case *FUSE:
+		b.step(Step{Call: CloneMaster, Spec: i, Text: k.ID})
 	default:
 		return unsupported("this executor does not perform the kind")
 	}

@@ -35,6 +35,8 @@ const (
 	Fsmount
 	// Clone makes a detached mount of the source.
 	Clone
+	// CloneMaster makes a detached mount of one the CO holds under a handle id.
+	CloneMaster
 	// Mknod makes a device node in a detached filesystem.
 	Mknod
 	// CloneNode makes a detached mount of that node alone.
@@ -75,7 +77,7 @@ var callNames = [...]string{
 	OpenDevice: "open device", OpenDeviceExclusive: "open device exclusively",
 	Fsopen: "fsopen", SetString: "fsconfig", SetFlag: "fsconfig",
 	Create: "create superblock", CreateExclusive: "create superblock",
-	Fsmount: "fsmount", Clone: "open_tree", Mknod: "mknod", CloneNode: "open_tree",
+	Fsmount: "fsmount", Clone: "open_tree", CloneMaster: "open_tree", Mknod: "mknod", CloneNode: "open_tree",
 	Setattr: "mount_setattr", Identify: "statx mount",
 	OpenTarget: "open target", CreateTarget: "create target", CheckTarget: "check target",
 	OpenInner: "open target", CheckInner: "check target",
@@ -140,6 +142,8 @@ func (s Step) String() string {
 		return f("fsmount(fs%d, FSMOUNT_CLOEXEC, %s) = mount%d", n, s.Set, n)
 	case Clone:
 		return f("open_tree(%s, \"\", AT_EMPTY_PATH%s|OPEN_TREE_CLONE|OPEN_TREE_CLOEXEC) = mount%d", s.source(), rec, n)
+	case CloneMaster:
+		return f("open_tree(<handle %q>, \"\", AT_EMPTY_PATH%s|OPEN_TREE_CLONE|OPEN_TREE_CLOEXEC) = mount%d", s.Text, rec, n)
 	case Mknod:
 		return f("mknodat(mount%d, \"node\", S_IFBLK, makedev(%s)); fchownat; fchmodat", n, s.Text)
 	case CloneNode:

@@ -141,8 +141,6 @@ func TestPlanRefuses(t *testing.T) {
 		f    Features
 		p    Policy
 	}{
-		{"a handle", Spec{Kind: &Handle{ID: "h"}}, current, Policy{}},
-		{"a FUSE mount", Spec{Kind: &FUSE{ID: "h"}}, current, Policy{}},
 		{"an extension", Spec{Kind: &Extension{TypeURL: "x"}}, current, Policy{}},
 		{"a handle with mount(2)", Spec{Kind: &Handle{ID: "h"}}, Features{}, Policy{}},
 		{"an id map the plugin does not allow", Spec{Kind: granted("")}, current, Policy{IDMap: true}},
@@ -167,6 +165,7 @@ func TestPlanRefuses(t *testing.T) {
 func TestEveryPerformedKindHasAPlan(t *testing.T) {
 	kinds := map[KindName]Kind{
 		KindFilesystem: &Filesystem{Type: "tmpfs"}, KindBind: granted(""), KindBlockDevice: &BlockDevice{Major: 7},
+		KindHandle: &Handle{ID: "h", FSType: "tmpfs"}, KindFUSE: &FUSE{ID: "h"},
 	}
 	for _, k := range PerformedKinds() {
 		if _, err := NewPlan([]Spec{{Kind: kinds[k]}}, current, Policy{}); err != nil {

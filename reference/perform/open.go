@@ -133,6 +133,10 @@ func (x *performance) firstIsRemote() bool {
 	switch k := x.specs[0].Kind.(type) {
 	case *mountspec.Filesystem:
 		return remoteTypes[k.Type] || k.Served
+	case *mountspec.FUSE:
+		return true
+	case *mountspec.Handle:
+		return remoteTypes[k.FSType] || k.Served
 	case *mountspec.Bind:
 		from := x.units[0].source
 		if from < 0 {

@@ -8,6 +8,7 @@ import (
 	"time"
 
 	"github.com/csi-prepare/csi-prepare/reference/kernel"
+	"github.com/csi-prepare/csi-prepare/reference/master"
 	"github.com/csi-prepare/csi-prepare/reference/mountns"
 	"github.com/csi-prepare/csi-prepare/reference/mountspec"
 )
@@ -36,6 +37,10 @@ type Options struct {
 	// behind each grant. Their last component must not be a link.
 	Staging, Prepare string
 	Grants           map[string]string
+	// Masters are the mounts to clone for HANDLE and FUSE, by handle_id. A
+	// FUSE mount is there once it is served: its ids can be mapped then, and
+	// not before.
+	Masters map[string]*master.Mount
 	// Policy is the operator's. The zero value forces nosuid and nodev,
 	// follows no link and creates nothing. Its IDMap is set by IDMap below.
 	Policy mountspec.Policy

@@ -368,11 +368,12 @@ func TestRefusesKindsItDoesNotPerform(t *testing.T) {
 	inside(t, func(r *rig) {
 		before := r.table()
 		o := r.options()
-		o.Request.Performer.Kinds = append(o.Request.Performer.Kinds, mountspec.KindHandle)
-		specs := []mountspec.Spec{{Kind: &mountspec.Handle{ID: "h", FSType: "fuse"}}}
+		o.Request.Performer.Kinds = append(o.Request.Performer.Kinds, mountspec.KindExtension)
+		o.Request.Performer.Extensions = []string{"example.com/x"}
+		specs := []mountspec.Spec{{Kind: &mountspec.Extension{TypeURL: "example.com/x"}}}
 		_, err := Perform(r.ctx, r.target("consumer/place"), specs, o)
 		var unsupported *mountspec.UnsupportedError
-		if !errors.As(err, &unsupported) || unsupported.Kind != mountspec.KindHandle {
+		if !errors.As(err, &unsupported) || unsupported.Kind != mountspec.KindExtension {
 			t.Fatalf("got %v, want an *UnsupportedError", err)
 		}
 		r.same(before)

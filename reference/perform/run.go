@@ -147,6 +147,8 @@ func (x *performance) step(s *mountspec.Step) error {
 		return x.checkSource(u, s)
 	case mountspec.Clone:
 		return x.clone(u, s)
+	case mountspec.CloneMaster:
+		return x.cloneMaster(u, s)
 	case mountspec.OpenDevice, mountspec.OpenDeviceExclusive:
 		return x.openDevice(u, spec, s.Call == mountspec.OpenDeviceExclusive)
 	case mountspec.Fsopen, mountspec.SetString, mountspec.SetFlag,

@@ -81,6 +81,11 @@ func (x *performance) clone(u *unit, s *mountspec.Step) (err error) {
 	if u.mount, err = x.e.clone(x, s, x.sourceFD(u, s)); err != nil || !s.Recursive {
 		return err
 	}
+	return x.markTree(u)
+}
+
+// markTree notes which ids a clone of a tree has.
+func (x *performance) markTree(u *unit) error {
 	// Ids are counted: one taken now is greater than those of the tree.
 	end, err := kernel.OpenTree(u.mount, "", unix.OPEN_TREE_CLONE|unix.AT_RECURSIVE)
 	if err != nil {
