@@ -5,11 +5,13 @@ import (
 	"errors"
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
 
 	"golang.org/x/sys/unix"
 	"google.golang.org/protobuf/proto"
 
+	"github.com/csi-prepare/csi-prepare/reference/mountspec"
 	"github.com/csi-prepare/csi-prepare/reference/mountspec/wire"
 	"github.com/csi-prepare/csi-prepare/reference/perform"
 	"github.com/csi-prepare/csi-prepare/spec/requirement"
@@ -60,10 +62,20 @@ func (t *trial) perform(c *consumer, r *prepareRequest, answer *prepareResponse)
 	})
 	if err != nil {
 		t.kernel = err.Error()
+		if errors.Is(err, perform.ErrSource) && !t.features[RequiresPropagation] && slices.ContainsFunc(specs, bindsOwnMount) {
+			t.fail(requirement.CapabilitiesPropagation, "requires_propagation from a plugin whose source is a mount of its own", "it is not reported, and no such mount has reached the CO")
+		}
 		t.fail(requirement.PrepareVolumeData, "mount specs that can be performed", "performing them fails, of "+specText(answer, -1))
 	}
 	c.receipts = done.Receipts
 	t.cleanup(func() error { return t.undoAt(c) })
+}
+
+// bindsOwnMount reports whether a source is a mount that the plugin made, as
+// it says by naming the type.
+func bindsOwnMount(s mountspec.Spec) bool {
+	b, ok := s.Kind.(*mountspec.Bind)
+	return ok && b.MountFSType != "" && b.Source.Base != mountspec.BaseGranted
 }
 
 // undoAt undoes what was performed at c, if it was not undone yet.

@@ -46,7 +46,7 @@ type rig struct {
 	root   string // of the consumer, a tmpfs
 	target string // below root, with a sentinel in it
 	grant  string
-	volume string // in grant, has "file", "dir/inner" and "other"
+	volume string // in grant, has "file", "dir/inner" and "other/inner"
 	text   string // in volume/file
 }
 
@@ -56,7 +56,7 @@ func (t *trial) rig() *rig {
 	g := &rig{trial: t, root: filepath.Dir(c.target), target: c.target, grant: t.mkdir("grant"), text: t.nonce()}
 	t.cleanup(func() error { return os.RemoveAll(g.grant) })
 	g.volume = filepath.Join(g.grant, "volume")
-	for _, dir := range []string{g.volume, g.volume + "/dir", g.volume + "/dir/inner", g.volume + "/other"} {
+	for _, dir := range []string{g.volume, g.volume + "/dir", g.volume + "/dir/inner", g.volume + "/other", g.volume + "/other/inner"} {
 		t.sysfail("making a directory", os.Mkdir(dir, 0o755))
 	}
 	t.write(filepath.Join(g.volume, "file"), g.text)

@@ -34,7 +34,8 @@ func recoverSpecs(s *section) {
 	s.spec("a performance that a crash cut short becomes whole or nothing", Covers(requirement.CrashRecovered), func(t *trial) {
 		g := t.rig()
 		g.mayRestart()
-		for i := range 6 {
+		// Killed a little later each time, on machines of any speed.
+		for i := range 8 {
 			r := g.performance(bind("", "", nil), tmpfsOf("dir", nil), bind("other", "dir", nil))
 			ended := make(chan error, 1)
 			go func() {
@@ -43,7 +44,7 @@ func recoverSpecs(s *section) {
 				_, err := g.clients.performer.Perform(ctx, r)
 				ended <- err
 			}()
-			time.Sleep(time.Duration(i) * 500 * time.Microsecond)
+			time.Sleep(250 * time.Microsecond << i)
 			g.crash()
 			err := <-ended
 			answer := g.recovered()

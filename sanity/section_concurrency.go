@@ -67,8 +67,8 @@ func concurrencySpecs(s *section) {
 // one before, so that some are cancelled while the plugin is at work.
 func (t *trial) abandon(r *prepareRequest) {
 	t.cleanup(func() error { return t.settled(r, true) })
-	for after := range 12 {
-		ctx, cancel := context.WithTimeout(t.ctx, time.Duration(after)*time.Millisecond/3)
+	for after := range 10 {
+		ctx, cancel := context.WithTimeout(t.ctx, 125*time.Microsecond<<after)
 		_, err := t.clients.prepare.NodePrepareVolume(ctx, r)
 		cancel()
 		if code := status.Code(err); code == codes.Unavailable {
