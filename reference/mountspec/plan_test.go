@@ -130,6 +130,31 @@ func TestPlan(t *testing.T) {
 	}
 }
 
+// TestPlanLabels: a label is for the whole superblock, so it is added only
+// where the plugin says that it may be.
+func TestPlanLabels(t *testing.T) {
+	p := Policy{LSMContext: "system_u:object_r:t:s0:c1,c2"}
+	for _, test := range []struct {
+		kind Kind
+		f    Features
+		want bool
+	}{
+		{&Filesystem{Type: "tmpfs", LSMContextSupported: true}, current, true},
+		{&Filesystem{Type: "tmpfs", LSMContextSupported: true}, Features{}, true},
+		{&Filesystem{Type: "tmpfs"}, current, false},
+		{&Filesystem{Type: "tmpfs"}, Features{}, false},
+		{granted("vol"), current, false},
+	} {
+		plan, err := NewPlan([]Spec{{Kind: test.kind}}, test.f, p)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if got := strings.Contains(plan.String(), p.LSMContext); got != test.want {
+			t.Errorf("%+v: label in the plan: %t, want %t\n%s", test.kind, got, test.want, plan)
+		}
+	}
+}
+
 func TestPlanRefuses(t *testing.T) {
 	older := current
 	older.DetachedTrees = false

@@ -10,6 +10,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"github.com/csi-prepare/csi-prepare/reference/kernel"
 	"github.com/csi-prepare/csi-prepare/reference/mountns"
 	"github.com/csi-prepare/csi-prepare/reference/mountspec"
 )
@@ -108,18 +109,8 @@ func BenchmarkBind(b *testing.B) {
 				ctx := context.Background()
 				t, o := Target{Path: dir + "/consumer/place"}, benchOptions(dir)
 				specs := []mountspec.Spec{bind("", "data", readonly)}
-				var e Executor
-				ours := func() {
-					p, err := e.Perform(ctx, t, specs, o)
-					if err != nil {
-						panic(err)
-					}
-					if err := e.Undo(ctx, nil, p.Receipts); err != nil {
-						panic(err)
-					}
-				}
-				b.ReportMetric(testing.AllocsPerRun(100, ours), "allocs")
-				pair(b, func() { rawCycle(dir+"/grant/data", dir+"/consumer/place") }, ours)
+				e := keeping(b, Keep{})
+				pair(b, func() { rawCycle(dir+"/grant/data", dir+"/consumer/place") }, func() { cycle(e, ctx, t, specs, o) })
 			})
 		})
 	}
@@ -139,20 +130,15 @@ func BenchmarkNested(b *testing.B) {
 					}
 					specs = append(specs, bind(name, "data/"+name, readonly))
 				}
-				var e Executor
+				if err := os.Mkdir(dir+"/trash", 0o700); err != nil {
+					b.Fatal(err)
+				}
+				e := keeping(b, Keep{Trash: dir + "/trash"})
 				pair(b, func() {
 					for range k {
 						rawCycle(dir+"/grant/data", dir+"/consumer/place")
 					}
-				}, func() {
-					p, err := e.Perform(ctx, t, specs, o)
-					if err != nil {
-						panic(err)
-					}
-					if err := e.Undo(ctx, nil, p.Receipts); err != nil {
-						panic(err)
-					}
-				})
+				}, func() { cycle(e, ctx, t, specs, o) })
 			})
 		})
 	}
@@ -168,15 +154,105 @@ func BenchmarkElsewhere(b *testing.B) {
 		defer other.Close()
 		t, o := Target{Namespace: other, Path: dir + "/consumer/place"}, benchOptions(dir)
 		specs := []mountspec.Spec{bind("", "data", readonly)}
-		var e Executor
+		e := keeping(b, Keep{})
+		pair(b, func() { rawCycle(dir+"/grant/data", dir+"/consumer/place") }, func() { cycle(e, ctx, t, specs, o) })
+	})
+}
+
+// BenchmarkBusySource binds from a mount that has n others attached.
+func BenchmarkBusySource(b *testing.B) {
+	for _, n := range []int{0, 1000, 10000} {
+		b.Run(fmt.Sprintf("children=%d", n), func(b *testing.B) {
+			ground(b, n, func(dir string, _ *mountns.Namespace) {
+				ctx := context.Background()
+				t, o := Target{Path: dir + "/consumer/place"}, benchOptions(dir)
+				o.Grants["data"] = dir + "/fill"
+				if err := os.Mkdir(dir+"/fill/data", 0o755); err != nil {
+					b.Fatal(err)
+				}
+				specs := []mountspec.Spec{bind("", "data", readonly)}
+				e := keeping(b, Keep{Sources: true})
+				pair(b, func() { rawCycle(dir+"/fill/data", dir+"/consumer/place") }, func() { cycle(e, ctx, t, specs, o) })
+			})
+		})
+	}
+}
+
+// BenchmarkFloor is the floor: what the new mount API and an unmounting by
+// path come to without exactness, receipts, or a namespace's table.
+func BenchmarkFloor(b *testing.B) {
+	ground(b, 0, func(dir string, _ *mountns.Namespace) {
 		pair(b, func() { rawCycle(dir+"/grant/data", dir+"/consumer/place") }, func() {
-			p, err := e.Perform(ctx, t, specs, o)
-			if err != nil {
-				panic(err)
-			}
-			if err := e.Undo(ctx, other, p.Receipts); err != nil {
+			if err := floorCycle(dir, "consumer/place"); err != nil {
 				panic(err)
 			}
 		})
+	})
+}
+
+// floorCycle makes the fewest calls that resolve source and target by
+// descriptor, bind read-only and private without a writable moment, and know
+// the mount's id.
+func floorCycle(dir, place string) error {
+	base, err := open(unix.AT_FDCWD, dir+"/grant", unix.O_PATH)
+	if err != nil {
+		return err
+	}
+	source, err := kernel.OpenBeneath(base, "data", unix.O_PATH)
+	if err != nil {
+		return err
+	}
+	fd, err := kernel.OpenTree(source, "", unix.OPEN_TREE_CLONE)
+	if err != nil {
+		return err
+	}
+	attr := unix.MountAttr{Attr_set: unix.MOUNT_ATTR_RDONLY | unix.MOUNT_ATTR_NOSUID | unix.MOUNT_ATTR_NODEV, Propagation: unix.MS_PRIVATE}
+	if err := kernel.MountSetattr(fd, &attr, false); err != nil {
+		return err
+	}
+	to, err := kernel.Openat2(unix.AT_FDCWD, dir+"/"+place, unix.OpenHow{Flags: unix.O_PATH, Resolve: unix.RESOLVE_NO_SYMLINKS | unix.RESOLVE_NO_MAGICLINKS})
+	if err != nil {
+		return err
+	}
+	if err := kernel.MoveMount(fd, to, 0); err != nil {
+		return err
+	}
+	if _, err := kernel.UniqueID(fd, ""); err != nil {
+		return err
+	}
+	closeAll([]int{base, source, fd, to})
+	return kernel.Unmount(dir+"/"+place, 0)
+}
+
+func keeping(b *testing.B, k Keep) *Executor {
+	b.Helper()
+	e, err := NewExecutor(k)
+	if err != nil {
+		b.Fatal(err)
+	}
+	b.Cleanup(func() { _ = e.Close() })
+	return e
+}
+
+// cycle performs and undoes.
+func cycle(e *Executor, ctx context.Context, t Target, specs []mountspec.Spec, o Options) {
+	p, err := e.Perform(ctx, t, specs, o)
+	if err != nil {
+		panic(err)
+	}
+	if err := e.Undo(ctx, t.Namespace, p.Receipts); err != nil {
+		panic(err)
+	}
+}
+
+// TestAllocations bounds what one bind costs the collector.
+func TestAllocations(t *testing.T) {
+	inside(t, func(r *rig) {
+		specs, o := []mountspec.Spec{bind("", "data", readonly)}, r.options()
+		got := testing.AllocsPerRun(200, func() { cycle(&plain, r.ctx, r.target("consumer/place"), specs, o) })
+		if got > 40 {
+			t.Errorf("a bind performed and undone allocates %.0f times, want at most 40", got)
+		}
+		t.Logf("%.0f allocations", got)
 	})
 }

@@ -124,7 +124,7 @@ func (v *view) isRemote(ctx context.Context, dir int) (bool, error) {
 	if err != nil {
 		return true, err
 	}
-	m, err := v.lookup(ctx, facts.MountID)
+	m, err := v.lookup(ctx, facts.MountID, statType)
 	return remoteTypes[m.FSType], err
 }
 

@@ -67,7 +67,7 @@ func (x *performance) checkSource(u *unit, s *mountspec.Step) error {
 	}
 	v := view{f: x.f}
 	defer v.close()
-	m, err := v.lookup(x.ctx, source.MountID)
+	m, err := v.lookup(x.ctx, source.MountID, statType)
 	if err != nil {
 		return err
 	}

@@ -93,7 +93,7 @@ func (t *taking) find(id uint64, r *Receipt) (kernel.MountStat, error) {
 		t.v.seen = kernel.MountStat{}
 		return m, nil
 	}
-	m, err := t.v.lookup(t.ctx, id)
+	m, err := t.v.lookup(t.ctx, id, statWhere)
 	if errors.Is(err, unix.ENOENT) {
 		return kernel.MountStat{}, nil
 	}
@@ -208,7 +208,7 @@ func (t *taking) undisturbed(m *kernel.MountStat, w *watch) error {
 	if len(on) > 0 {
 		return t.busyWith(m, on)
 	}
-	now, err := t.v.lookup(t.ctx, m.ID)
+	now, err := t.v.lookup(t.ctx, m.ID, statWhere)
 	if err != nil || now.ParentID != m.ParentID || now.Point != m.Point {
 		return unix.EAGAIN
 	}
@@ -225,7 +225,7 @@ func expire(place string) error {
 }
 
 func (t *taking) unmountError(m *kernel.MountStat, err error) error {
-	if now, gone := t.v.lookup(t.ctx, m.ID); errors.Is(gone, unix.ENOENT) || now.Point != m.Point {
+	if now, gone := t.v.lookup(t.ctx, m.ID, statWhere); errors.Is(gone, unix.ENOENT) || now.Point != m.Point {
 		return unix.EAGAIN
 	}
 	return fmt.Errorf("umount2 %q: %w", m.Point, err)
@@ -234,7 +234,7 @@ func (t *taking) unmountError(m *kernel.MountStat, err error) error {
 // covered tells a mount that somebody has stacked something on from one whose
 // path leads elsewhere.
 func (t *taking) covered(m *kernel.MountStat, top uint64) error {
-	if on, err := t.v.lookup(t.ctx, top); err == nil && on.ParentID == m.ID {
+	if on, err := t.v.lookup(t.ctx, top, statWhere); err == nil && on.ParentID == m.ID {
 		return t.busyWith(m, []uint64{top})
 	}
 	return errCovered

@@ -109,7 +109,7 @@ func (x *performance) checkTarget() error {
 	v := x.view()
 	defer v.close()
 	var err error
-	if x.parent, err = v.lookup(x.ctx, u.parentID); err != nil {
+	if x.parent, err = v.lookup(x.ctx, u.parentID, statPlace); err != nil {
 		return err
 	}
 	if kernelFilesystems[x.parent.FSType] {

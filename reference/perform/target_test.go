@@ -296,6 +296,7 @@ func TestFlippedTarget(t *testing.T) {
 		must(r, err)
 		defer root.Close()
 		before := r.table()
+		r.ctx = t.Context() // it may take longer than a minute
 		// The attacker's thread has to see the rig.
 		var stop, pause atomic.Bool
 		flips, done := 0, make(chan error, 1)
@@ -312,7 +313,6 @@ func TestFlippedTarget(t *testing.T) {
 				return nil
 			})
 		}()
-		r.ctx = t.Context()
 		var performed, refused, escaped int
 		inside := "/root/"
 		for n := range attempts {
@@ -324,7 +324,7 @@ func TestFlippedTarget(t *testing.T) {
 				if !strings.HasPrefix(p.Receipts[0].Target, r.dir+inside) {
 					escaped++
 				}
-				pause.Store(n%10 != 0) // now and then undo among exchanges too
+				pause.Store(n%50 != 0) // now and then undo among exchanges too
 				for err := Undo(r.ctx, nil, p.Receipts); err != nil; err = Undo(r.ctx, nil, p.Receipts) {
 					var busy *BusyError
 					if !errors.As(err, &busy) {

@@ -125,7 +125,7 @@ func (v *view) checkNamespace(ctx context.Context, receipts []Receipt) error {
 	if v.ns != nil {
 		here = v.ns.ID()
 	} else if v.f.UniqueIDs {
-		if m, err := v.lookup(ctx, receipts[last].MountID); err == nil {
+		if m, err := v.lookup(ctx, receipts[last].MountID, statWhere); err == nil {
 			here, v.seen = m.NS, m
 		}
 	}
@@ -161,7 +161,7 @@ func (e *Executor) undoMounts(ctx context.Context, v *view, receipts []Receipt) 
 		if r.MountID == 0 {
 			continue
 		}
-		m, err := v.lookup(ctx, r.MountID)
+		m, err := v.lookup(ctx, r.MountID, statWhere)
 		if err == nil && (v.f.UniqueIDs || r.is(&m)) {
 			err = &BusyError{Index: i, MountID: r.MountID, Target: m.Point}
 		}

@@ -35,10 +35,11 @@ func (v *view) close() {
 	}
 }
 
-// lookup reads one mount; ENOENT if it is not attached in this namespace.
-func (v *view) lookup(ctx context.Context, id uint64) (kernel.MountStat, error) {
+// lookup reads what mask names of one mount; ENOENT if it is not attached in
+// this namespace.
+func (v *view) lookup(ctx context.Context, id, mask uint64) (kernel.MountStat, error) {
 	if v.f.UniqueIDs {
-		return kernel.StatMount(0, id, statWanted)
+		return kernel.StatMount(0, id, mask)
 	}
 	t, err := v.table(ctx)
 	if err != nil {
@@ -52,8 +53,15 @@ func (v *view) lookup(ctx context.Context, id uint64) (kernel.MountStat, error) 
 	return kernel.MountStat{}, unix.ENOENT
 }
 
-const statWanted = kernel.StatSuperblock | kernel.StatBasic | kernel.StatPoint |
-	kernel.StatFSType | kernel.StatSubtype | kernel.StatNamespace
+// What is read of a mount: that it is there, where it is, what it is on, and
+// what it is. Each part costs.
+const (
+	statThere = kernel.StatBasic
+	statWhere = statThere | kernel.StatPoint | kernel.StatNamespace
+	statType  = statThere | kernel.StatFSType | kernel.StatSubtype
+	statPlace = statThere | kernel.StatFSType | kernel.StatNamespace
+	statWhole = statWhere | kernel.StatSuperblock | kernel.StatFSType
+)
 
 func (v *view) table(ctx context.Context) (*mountns.Table, error) {
 	ns := v.ns
@@ -111,7 +119,7 @@ func (v *view) children(ctx context.Context, id uint64) ([]uint64, error) {
 func (x *performance) verify(u *unit, s *mountspec.Step) error {
 	v := x.view()
 	defer v.close()
-	m, err := v.lookup(x.ctx, u.id)
+	m, err := v.lookup(x.ctx, u.id, statWhole)
 	if err != nil {
 		return err
 	}
@@ -136,7 +144,7 @@ func (x *performance) verify(u *unit, s *mountspec.Step) error {
 		x.done.Receipts[s.Spec].Below = below
 	}
 	for _, id := range below {
-		m, err := v.lookup(x.ctx, id)
+		m, err := v.lookup(x.ctx, id, statThere)
 		if err != nil {
 			return err
 		}
