@@ -21,7 +21,6 @@ type snapshot struct {
 	// watermark is a mount id: what is mounted later anywhere has a greater
 	// one.
 	watermark uint64
-	loops     map[string]string // loop device to backing file
 }
 
 // tableOf is the mount table of one namespace.
@@ -34,7 +33,7 @@ type tableOf struct {
 
 // look reads the tables of the namespaces that take part in the run.
 func (t *trial) look(ctx context.Context) (*snapshot, error) {
-	snap := &snapshot{loops: loops()}
+	snap := &snapshot{}
 	add := func(whose string, ns *mountns.Namespace, private bool) error {
 		for _, known := range snap.tables {
 			if known.ns.ID() == ns.ID() {
@@ -206,7 +205,7 @@ func (t *trial) compare() *ending {
 		return t.leak(requirement.AuditTableRestored, "the mount table of the consumer as before the spec", "mounts are not as before", diff.String())
 	}
 	for device, file := range loops() {
-		if t.before.loops[device] != file && t.mentions(file) {
+		if t.mentions(file) && t.firstSeen(device) {
 			return t.leak(t.resourceRule(), "no loop device left", fmt.Sprintf("/dev/%s is attached to %s", device, file), "")
 		}
 	}
@@ -249,6 +248,18 @@ func contents(dir string) string {
 		names = append(names, e.Name())
 	}
 	return orElse(strings.Join(names, ", "), "nothing")
+}
+
+// firstSeen reports whether a loop device was not found left before: it is
+// the fault of one spec only.
+func (t *trial) firstSeen(device string) bool {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	if slices.Contains(t.leftLoops, device) {
+		return false
+	}
+	t.leftLoops = append(t.leftLoops, device)
+	return true
 }
 
 func (t *trial) leak(id requirement.ID, expected, actual, table string) *ending {

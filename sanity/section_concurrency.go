@@ -51,6 +51,7 @@ func concurrencySpecs(s *section) {
 		r := t.request(free)
 		t.cleanup(func() error { return t.settled(r, true) })
 		_, err := t.clients.prepare.NodePrepareVolume(ctx, r)
+		t.lacksGrant(err)
 		t.want(requirement.ConcurrencyOthersFree, err == nil, "OK for one volume while calls for another are pending or were cancelled", "%s (within %v)", answered(err), limit.Round(time.Millisecond))
 	})
 	s.spec("a call that was cancelled can be repeated", Covers(requirement.ConcurrencyCancelled), func(t *trial) {

@@ -128,6 +128,7 @@ func (t *trial) twice(first, second accessMode) (*prepareRequest, error) {
 	}
 	r := t.request(v)
 	_, err := t.prepare(r)
+	t.lacksGrant(err)
 	if status.Code(err) == codes.FailedPrecondition && first != t.defaultMode() {
 		t.unsupported("the plugin prepares no volume with " + first.String() + ": " + status.Convert(err).Message())
 	}

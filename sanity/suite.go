@@ -63,6 +63,8 @@ type Suite struct {
 	gone   string                    // why no spec can run any more
 	// descriptors counts the namespaces that other processes were given.
 	descriptors int
+	// leftLoops are the loop devices that were found left.
+	leftLoops []string
 }
 
 func newSuite(c *Config) *Suite {

@@ -220,6 +220,9 @@ func (t *trial) wantCode(id requirement.ID, err error, want ...codes.Code) {
 	if slices.Contains(want, status.Code(err)) {
 		return
 	}
+	if slices.Contains(want, codes.OK) {
+		t.lacksGrant(err)
+	}
 	expected := ""
 	for i, c := range want {
 		if i > 0 {
@@ -247,10 +250,19 @@ func (t *trial) need(id requirement.ID, err error, expected string) {
 		return
 	}
 	t.alive(err)
+	t.lacksGrant(err)
 	if spec, known := t.brokenIn(id); known {
 		end(couldNotRun("needs %s, which does not hold: see %q", id, spec))
 	}
 	t.fail(id, expected, answered(err))
+}
+
+// lacksGrant ends the spec if a call may have been refused because the user
+// named no directory that the plugin could bind from.
+func (t *trial) lacksGrant(err error) {
+	if status.Code(err) == codes.FailedPrecondition && t.features[KindBind] && len(t.config.Grants) == 0 && t.actor == requirement.SP {
+		end(couldNotRun("the plugin refuses to prepare; if it binds from a directory the operator granted it, name that with --grant NAME=DIR"))
+	}
 }
 
 // alive fails the spec, once for the whole run, if the plugin is gone.

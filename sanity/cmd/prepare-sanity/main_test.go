@@ -1,20 +1,27 @@
 package main
 
 import (
+	"context"
 	"errors"
+	"fmt"
 	"net"
 	"os"
 	"os/exec"
 	"strconv"
+	"strings"
 	"testing"
 
 	"github.com/google/go-cmp/cmp"
 	"github.com/rogpeppe/go-internal/testscript"
+	"google.golang.org/grpc"
+
+	"github.com/csi-prepare/csi-prepare/fakes/sp"
 )
 
 func TestMain(m *testing.M) {
 	testscript.Main(m, map[string]func(){
 		"prepare-sanity": main,
+		"dying": dying,
 		// silent listens at $CSI_ENDPOINT and never answers.
 		"silent": func() {
 			listener, err := net.Listen("unix", os.Getenv("CSI_ENDPOINT")[len("unix://"):])
@@ -28,6 +35,30 @@ func TestMain(m *testing.M) {
 			}
 		},
 	})
+}
+
+// dying serves the in-memory plugin at $CSI_ENDPOINT until the first
+// NodePrepareVolume.
+func dying() {
+	fake, err := sp.New(sp.Config{Grants: map[string]string{"data": os.TempDir()}})
+	if err != nil {
+		os.Exit(1)
+	}
+	listener, err := net.Listen("unix", os.Getenv("CSI_ENDPOINT")[len("unix://"):])
+	if err != nil {
+		os.Exit(1)
+	}
+	g := grpc.NewServer(grpc.UnaryInterceptor(func(ctx context.Context, req any, info *grpc.UnaryServerInfo, next grpc.UnaryHandler) (any, error) {
+		if strings.HasSuffix(info.FullMethod, "/NodePrepareVolume") {
+			fmt.Fprintln(os.Stderr, "panic: nil map")
+			os.Exit(2)
+		}
+		return next(ctx, req)
+	}))
+	fake.Serve(g)
+	if g.Serve(listener) != nil {
+		os.Exit(1)
+	}
 }
 
 func TestScripts(t *testing.T) {
