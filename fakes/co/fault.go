@@ -66,12 +66,19 @@ func around[Req, Resp any](f func(r *Req, next func() (*Resp, error)) (*Resp, er
 // plain is a fault of the Plain alone.
 func plain(change func(*Plain)) fault { return func(p *Plain, _ *Server) { change(p) } }
 
+// both makes one fault of two halves.
+func both(faults ...fault) fault {
+	return func(p *Plain, s *Server) {
+		for _, f := range faults {
+			f(p, s)
+		}
+	}
+}
+
 // Short names for the messages the faults are about.
 type (
 	performRequest  = testingv1alpha1.PerformRequest
 	performResponse = testingv1alpha1.PerformResponse
 	undoRequest     = testingv1alpha1.UndoRequest
 	undoResponse    = testingv1alpha1.UndoResponse
-	recoverRequest  = testingv1alpha1.RecoverRequest
-	recoverResponse = testingv1alpha1.RecoverResponse
 )

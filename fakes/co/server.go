@@ -33,6 +33,8 @@ type Server struct {
 	faults   []grpc.UnaryServerInterceptor
 	// once reports whether a record settles a repeat.
 	once func(record) bool
+	// unfinished ends a performance that was cut short.
+	unfinished func(ctx context.Context, s *Server, id string, r record) error
 
 	mu   sync.Mutex
 	busy map[string]*sync.Mutex // by id: one call at a time
@@ -47,7 +49,8 @@ func New(e Executor, directory string) (*Server, error) {
 	}
 	return &Server{
 		executor: e, ledger: l, busy: make(map[string]*sync.Mutex),
-		once: func(r record) bool { return r.Performed },
+		once:       func(r record) bool { return r.Performed },
+		unfinished: func(ctx context.Context, s *Server, id string, r record) error { return s.undo(ctx, id, r) },
 	}, nil
 }
 
@@ -90,7 +93,7 @@ func (s *Server) Perform(ctx context.Context, r *testingv1alpha1.PerformRequest)
 		return &testingv1alpha1.PerformResponse{Receipts: was.Receipts}, nil
 	case found && !was.Performed:
 		// A predecessor was killed on the way.
-		if err := s.undo(ctx, r.GetId(), was); err != nil {
+		if err := s.unfinished(ctx, s, r.GetId(), was); err != nil {
 			return nil, answer(err)
 		}
 	}
@@ -152,7 +155,7 @@ func (s *Server) recover(ctx context.Context, id string) (performed bool, err er
 			return whole, err
 		}
 	}
-	return false, s.undo(ctx, id, r)
+	return false, s.unfinished(ctx, s, id, r)
 }
 
 func (s *Server) undo(ctx context.Context, id string, r record) error {

@@ -13,7 +13,6 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
-	"slices"
 	"strconv"
 	"strings"
 	"sync"
@@ -52,8 +51,9 @@ type Result struct {
 	Actor    string          `json:"actor"`
 	Category mutant.Category `json:"category"`
 	Breaks   requirement.ID  `json:"breaks"`
-	// Killed is true if the suite exited 1 and one of the specs that cover
-	// the broken requirement failed.
+	// Killed is true if the suite exited 1 and a spec failed because of the
+	// broken requirement: a spec that covers it, or the search for what is
+	// left behind that ends every spec.
 	Killed   bool     `json:"killed"`
 	KilledBy []string `json:"killed_by"` // names of those specs
 	// FailedSpecs counts all that failed, TotalSpecs all that ran.
@@ -73,7 +73,9 @@ func (c Commands) Mutant(ctx context.Context, m mutant.Mutant, full bool) (Resul
 	if !full {
 		only = m.Breaks
 	}
-	o, err := c.run(ctx, m.Actor, arguments, only, 1)
+	// In the order of SPEC.md the specs of a requirement run before those
+	// that only build on it, and find its fault first.
+	o, err := c.run(ctx, m.Actor, arguments, only, inOrder)
 	if err != nil {
 		return r, fmt.Errorf("mutant %s: %w", m.Name, err)
 	}
@@ -82,14 +84,14 @@ func (c Commands) Mutant(ctx context.Context, m mutant.Mutant, full bool) (Resul
 		case "failed":
 			r.TotalSpecs++
 			r.FailedSpecs++
-			if slices.Contains(s.Requirements, m.Breaks) {
+			if s.found(m.Breaks) {
 				r.KilledBy = append(r.KilledBy, s.Name)
 			}
 		case "passed":
 			r.TotalSpecs++
 		}
 	}
-	r.Killed = o.code == 1 && len(r.KilledBy) > 0
+	r.Killed = o.code == 1 && !o.late && len(r.KilledBy) > 0
 	if !r.Killed {
 		r.Survived = o.String()
 	}
@@ -100,7 +102,7 @@ func (c Commands) Mutant(ctx context.Context, m mutant.Mutant, full bool) (Resul
 // arguments for the fake if there are any. An error says what failed.
 func (c Commands) Conformant(ctx context.Context, seat requirement.Actor, seed int64, arguments ...string) error {
 	o, err := c.run(ctx, seat, arguments, "", seed)
-	if err == nil && o.code != 0 {
+	if err == nil && (o.code != 0 || o.late) {
 		err = errors.New(o.String())
 	}
 	if err != nil {
@@ -112,6 +114,7 @@ func (c Commands) Conformant(ctx context.Context, seat requirement.Actor, seed i
 // outcome is one run of the suite.
 type outcome struct {
 	code   int
+	late   bool // it was ended at its deadline
 	report struct {
 		Specs []spec `json:"specs"`
 	}
@@ -119,15 +122,23 @@ type outcome struct {
 }
 
 type spec struct {
-	Name         string           `json:"name"`
-	Requirements []requirement.ID `json:"requirements"`
-	Outcome      string           `json:"outcome"`
-	Message      string           `json:"message"`
+	Name    string `json:"name"`
+	Outcome string `json:"outcome"`
+	Message string `json:"message"`
+}
+
+// found reports whether the spec failed because id does not hold: its message
+// begins with that, whatever else the spec covers.
+func (s spec) found(id requirement.ID) bool {
+	return strings.HasPrefix(strings.TrimSpace(s.Message), "["+string(id)+"]")
 }
 
 // String tells how the suite ended, and which specs did not pass.
 func (o outcome) String() string {
 	text := fmt.Sprintf("the suite exited %d", o.code)
+	if o.late {
+		text = "the suite did not end, and was ended"
+	}
 	if len(o.report.Specs) == 0 {
 		return text + " without a report: " + o.output
 	}
@@ -138,6 +149,9 @@ func (o outcome) String() string {
 	}
 	return text
 }
+
+// inOrder is the seed of no order but that of SPEC.md.
+const inOrder = 0
 
 // run runs the suite once, in a directory that is removed afterwards.
 func (c Commands) run(ctx context.Context, seat requirement.Actor, arguments []string, only requirement.ID, seed int64) (outcome, error) {
@@ -161,7 +175,10 @@ func (c Commands) run(ctx context.Context, seat requirement.Actor, arguments []s
 	fake = append(fake, arguments...)
 	suite = append(suite,
 		"--exec", strings.Join(fake, " "),
-		"--work-dir", in("work"), "--report", in("report"), "--seed", strconv.FormatInt(seed, 10), "--timeout", "5s")
+		"--work-dir", in("work"), "--report", in("report"), "--timeout", "5s")
+	if seed != inOrder {
+		suite = append(suite, "--seed", strconv.FormatInt(seed, 10))
+	}
 	if only != "" {
 		suite = append(suite, "--id", string(only))
 	}
@@ -173,9 +190,9 @@ func (c Commands) suite(ctx context.Context, arguments []string, reports string)
 	if deadline == 0 {
 		deadline = 2 * time.Minute
 	}
-	ctx, cancel := context.WithTimeout(ctx, deadline)
+	limited, cancel := context.WithTimeout(ctx, deadline)
 	defer cancel()
-	cmd := exec.CommandContext(ctx, c.Sanity, arguments...)
+	cmd := exec.CommandContext(limited, c.Sanity, arguments...)
 	// It ends what it started when it is asked to; what does not listen is
 	// killed, and its children with it.
 	cmd.SysProcAttr = &syscall.SysProcAttr{Setpgid: true}
@@ -184,11 +201,11 @@ func (c Commands) suite(ctx context.Context, arguments []string, reports string)
 	output, err := cmd.CombinedOutput()
 	o.output, o.code = string(output), cmd.ProcessState.ExitCode()
 	var exit *exec.ExitError
-	if err != nil && !errors.As(err, &exit) {
-		return o, err
+	if o.late = limited.Err() != nil; ctx.Err() != nil {
+		return o, ctx.Err()
 	}
-	if ctx.Err() != nil {
-		return o, fmt.Errorf("the suite did not end: %w; it wrote: %s", ctx.Err(), o.output)
+	if err != nil && !o.late && !errors.As(err, &exit) {
+		return o, err
 	}
 	files, err := filepath.Glob(filepath.Join(reports, "*.json"))
 	if err != nil || len(files) == 0 {

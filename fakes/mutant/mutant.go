@@ -7,6 +7,7 @@ package mutant
 
 import (
 	"fmt"
+	"os"
 
 	"github.com/csi-prepare/csi-prepare/spec/requirement"
 )
@@ -70,4 +71,20 @@ func Check(mutants []Mutant) error {
 		seen[m.Name] = true
 	}
 	return nil
+}
+
+// Contained reports whether this process is in a mount namespace that was made
+// for it, with which a leak ends. A mutant that leaks mounts does so only
+// there. It compares with the first process, or where that may not be looked
+// at with the parent.
+func Contained() bool {
+	own, err := os.Readlink("/proc/self/ns/mnt")
+	if err != nil {
+		return false
+	}
+	other, err := os.Readlink("/proc/1/ns/mnt")
+	if err != nil {
+		other, err = os.Readlink(fmt.Sprintf("/proc/%d/ns/mnt", os.Getppid()))
+	}
+	return err == nil && own != other
 }

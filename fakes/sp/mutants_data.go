@@ -62,7 +62,7 @@ var leakMutants = []Mutant{
 	seat("leaks-mount", mutant.Leaks, requirement.PrepareNoMount,
 		"prepare mounts a tmpfs of its own at prepare_path and never takes it away: the CO's rmdir fails for ever",
 		answered(func(_ *Server, r *prepareRequest, _ *prepareResponse) {
-			if machine() {
+			if !mutant.Contained() {
 				fmt.Fprintln(os.Stderr, "leaks-mount: not in the machine's own mount namespace; use unshare -m")
 				return
 			}
@@ -123,7 +123,7 @@ func mounting(typed bool) fault {
 	at := func(r interface{ GetPreparePath() string }) string { return filepath.Join(r.GetPreparePath(), "mount") }
 	return both(
 		answered(func(s *Server, r *prepareRequest, a *prepareResponse) {
-			if machine() {
+			if !mutant.Contained() {
 				return
 			}
 			if err := os.Mkdir(at(r), 0o700); err == nil {
@@ -149,17 +149,6 @@ func typeOf(path string) string {
 		return ""
 	}
 	return mounts[0].FSType
-}
-
-// machine reports whether this process is in the mount namespace of the first
-// one, where a leak would outlive it.
-func machine() bool {
-	own, err := os.Readlink("/proc/self/ns/mnt")
-	if err != nil {
-		return true
-	}
-	first, err := os.Readlink("/proc/1/ns/mnt")
-	return err == nil && own == first
 }
 
 // record is the file some mutants make in prepare_path.

@@ -72,7 +72,11 @@ var lifeMutants = []Mutant{
 		func(s *Server) {
 			one := make(chan struct{}, 1)
 			instead(func(ctx context.Context, _ *Server, _ *prepareRequest, next func() (*prepareResponse, error)) (*prepareResponse, error) {
-				one <- struct{}{}
+				select {
+				case one <- struct{}{}:
+				case <-ctx.Done():
+					return nil, status.FromContextError(ctx.Err()).Err()
+				}
 				answer, err := next()
 				if cancelled(ctx) {
 					time.AfterFunc(10*time.Second, func() { <-one })

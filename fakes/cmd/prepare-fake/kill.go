@@ -40,7 +40,7 @@ that covers the requirement it breaks. Only those specs are run unless --full is
 given. It exits 1 if a mutant survives or a conformant fake fails.`,
 		RunE: func(cmd *cobra.Command, names []string) error {
 			k.names = names
-			return k.run(cmd.Context(), cmd.OutOrStdout())
+			return k.run(cmd.Context(), cmd.OutOrStdout(), cmd.ErrOrStderr())
 		},
 	}
 	cmd.Flags().StringVar(&k.sanity, "sanity", "", "path of prepare-sanity; by default it is built from this checkout")
@@ -51,7 +51,7 @@ given. It exits 1 if a mutant survives or a conformant fake fails.`,
 	return cmd
 }
 
-func (k killing) run(ctx context.Context, w io.Writer) error {
+func (k killing) run(ctx context.Context, w, progress io.Writer) error {
 	mutants, err := chosen(k.names)
 	if err != nil {
 		return err
@@ -66,12 +66,16 @@ func (k killing) run(ctx context.Context, w io.Writer) error {
 			if err := commands.Conformant(ctx, seat, seed+1); err != nil {
 				return failure{err}
 			}
-			fmt.Fprintf(w, "conformant %s passes, seed %d\n", seat, seed+1)
+			fmt.Fprintf(progress, "conformant %s passes, seed %d\n", seat, seed+1)
 		}
 	}
+	done := 0
 	results, err := commands.All(ctx, mutants, k.full, k.jobs, func(r kill.Result) {
-		if r.Survived != "" {
-			fmt.Fprintf(w, "%s survives: %s\n", r.Name, r.Survived)
+		done++
+		if r.Killed {
+			fmt.Fprintf(progress, "%d/%d killed: %s\n", done, len(mutants), r.Name)
+		} else {
+			fmt.Fprintf(progress, "%d/%d SURVIVES: %s: %s\n", done, len(mutants), r.Name, r.Survived)
 		}
 	})
 	if err != nil {
