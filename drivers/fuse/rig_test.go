@@ -47,6 +47,8 @@ func TestMain(m *testing.M) {
 		err = ServeInherited(slog.New(slog.NewTextHandler(os.Stderr, nil)))
 	case "consume":
 		err = consume(argument)
+	case "wait":
+		_, err = io.Copy(io.Discard, os.Stdin)
 	default:
 		os.Exit(m.Run())
 	}
@@ -72,6 +74,24 @@ func runDriver(argument string) error {
 	return Run(ctx, c)
 }
 
+// writings are of several processes and goroutines.
+type writings struct {
+	mu   sync.Mutex
+	text bytes.Buffer
+}
+
+func (w *writings) Write(p []byte) (int, error) {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	return w.text.Write(p)
+}
+
+func (w *writings) String() string {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	return w.text.String()
+}
+
 // site is a node: a CO in this process, and a driver that is an ordinary user.
 type site struct {
 	t      *testing.T
@@ -79,7 +99,7 @@ type site struct {
 	config Config
 
 	driver     *exec.Cmd
-	stderr     *bytes.Buffer
+	stderr     *writings
 	conn       *grpc.ClientConn
 	controller csi.ControllerClient
 	prepare    prepare.NodePrepareClient
@@ -101,7 +121,7 @@ func newSite(t *testing.T, change func(*handoff.Config)) *site {
 		t.Skipf("this machine has no FUSE: %v", err)
 	}
 	s := &site{
-		t: t, base: t.TempDir(), stderr: new(bytes.Buffer), gone: make(chan handoff.Notice, 1000),
+		t: t, base: t.TempDir(), stderr: new(writings), gone: make(chan handoff.Notice, 1000),
 		requests: make(map[handoff.Key]*prepare.NodePrepareVolumeRequest),
 	}
 	s.must(os.Chmod(filepath.Dir(s.base), 0o711))
@@ -367,6 +387,18 @@ func (s *site) processes() (pids []int) {
 		}
 	}
 	return pids
+}
+
+// waitFor waits until something is so.
+func (s *site) waitFor(so func() bool) {
+	s.t.Helper()
+	for range 2000 {
+		if so() {
+			return
+		}
+		time.Sleep(10 * time.Millisecond)
+	}
+	s.t.Fatal("it never came to be")
 }
 
 // leaveNobody sees that every serving process ends once the CO and the

@@ -69,9 +69,7 @@ func openServers(c Config) (*servers, error) {
 			}
 		}
 	}
-	s.mu.Lock()
 	s.replenish()
-	s.mu.Unlock()
 	return s, nil
 }
 
@@ -132,6 +130,7 @@ func (s *servers) serve(ctx context.Context, o order, held []string) (string, er
 // start gives a process its first order.
 func (s *servers) start(ctx context.Context, o order) (answer, error) {
 	name := nameOf(o.Volume, o.Prepare)
+	defer s.replenish() // not before: it would delay this one
 	for {
 		p, fresh, err := s.take()
 		if err != nil {
@@ -190,13 +189,12 @@ func (s *servers) removeFiles(name string) error {
 	return nil
 }
 
-// take returns a process that waits for its first order: the spare one, while
-// the next is started, or a fresh one.
+// take returns a process that waits for its first order: the spare one, or a
+// fresh one.
 func (s *servers) take() (p *spawned, fresh bool, err error) {
 	s.mu.Lock()
-	defer s.mu.Unlock()
 	p, s.spare = s.spare, nil
-	s.replenish()
+	s.mu.Unlock()
 	if p != nil {
 		return p, false, nil
 	}
@@ -204,10 +202,11 @@ func (s *servers) take() (p *spawned, fresh bool, err error) {
 	return p, true, err
 }
 
-// replenish starts the next spare process in the background. The caller holds
-// s.mu.
+// replenish starts the next spare process in the background.
 func (s *servers) replenish() {
-	if s.starting || s.closed {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.starting || s.closed || s.spare != nil {
 		return
 	}
 	s.starting = true

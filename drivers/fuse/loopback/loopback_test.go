@@ -159,12 +159,12 @@ func tree(root string) (lines []string, err error) {
 // a plain one, and wants the same answers; in between, serving processes are
 // killed.
 func TestItDoesWhatADirectoryDoes(t *testing.T) {
-	for name, deaths := range map[string]int{"with one server": 0, "with many": 25} {
+	for name, deaths := range map[string]int{"with one server": 0, "with many": 15} {
 		t.Run(name, func(t *testing.T) {
 			v := newVolume(t)
 			model := filepath.Join(v.base, "model")
 			v.must(os.Mkdir(model, 0o755))
-			const steps = 3000
+			const steps = 1500
 			seed := rand.Uint64()
 			t.Logf("seed %d", seed)
 			a := &world{root: v.point, open: map[int]*os.File{}}
