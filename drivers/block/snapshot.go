@@ -177,7 +177,7 @@ func (d *Driver) makeSnapshot(ctx context.Context, e snapshotEntry, volumeID str
 	if e.Value.Inode != 0 {
 		switch f, err := d.files.open(snapshotFiles, e.Key.Volume, e.Value.Inode, unix.O_RDONLY); {
 		case err == nil:
-			f.Close()
+			_ = f.Close()
 			e.Value.Phase = ready
 			return e, d.snapshots.Put(e.Key, e.Value)
 		case !errors.Is(err, unix.ENOENT):
