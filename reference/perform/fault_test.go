@@ -283,6 +283,7 @@ func TestKilledAtEachStep(t *testing.T) {
 		runs = 150
 	}
 	inside(t, func(r *rig) {
+		r.ctx = t.Context() // it may take longer than a minute
 		for i := 1; i < 10; i++ {
 			r.mkdir(fmt.Sprint("grant/ten/d", i))
 		}

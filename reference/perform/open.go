@@ -47,9 +47,7 @@ func (x *performance) openHow(dir int, path string, how unix.OpenHow) (int, erro
 	if !childAvailable.Load() {
 		return kernel.Openat2(dir, path, how)
 	}
-	known := how
-	known.Resolve |= resolveCached
-	fd, err := openat2Once(dir, path, known)
+	fd, err := openKnown(dir, path, how)
 	if err != unix.EAGAIN && err != unix.EINVAL { // EINVAL before Linux 5.12
 		if err != nil {
 			err = &os.PathError{Op: "openat2", Path: path, Err: err}
@@ -90,9 +88,7 @@ func openStepwise(dir int, path string, how unix.OpenHow, remote func(dir int) b
 		if after != "" {
 			step.Flags = unix.O_PATH // of a link this is ELOOP
 		}
-		known := step
-		known.Resolve |= resolveCached
-		fd, err := openat2Once(at, name, known)
+		fd, err := openKnown(at, name, step)
 		if err == unix.EAGAIN || err == unix.EINVAL {
 			if remote(at) {
 				step.Flags = how.Flags
@@ -151,15 +147,25 @@ func (x *performance) firstIsRemote() bool {
 	return false
 }
 
-func openat2Once(dir int, path string, how unix.OpenHow) (int, error) {
+// openKnown is openat2(2) of what the kernel knows, by the plain errno. A rename
+// anywhere on the machine makes it give up as well as something unknown does,
+// so it is tried more than once.
+func openKnown(dir int, path string, how unix.OpenHow) (int, error) {
 	how.Flags |= unix.O_CLOEXEC
-	for {
+	how.Resolve |= resolveCached
+	for attempt := 0; ; {
 		fd, err := unix.Openat2(dir, path, &how)
-		if err != unix.EINTR {
+		switch {
+		case err == unix.EINTR:
+		case err == unix.EAGAIN && attempt < knownAttempts:
+			attempt++
+		default:
 			return fd, err
 		}
 	}
 }
+
+const knownAttempts = 8
 
 // walk opens path below dirfd for a kernel without openat2(2): one component
 // at a time, none of which may be a link, so that there is no way out.
@@ -238,9 +244,7 @@ func (v *view) openPlain(ctx context.Context, at int, path string) (int, error) 
 	if v.patient {
 		return kernel.Openat2(at, path, how)
 	}
-	known := how
-	known.Resolve |= resolveCached
-	fd, err := openat2Once(at, path, known)
+	fd, err := openKnown(at, path, how)
 	if err != unix.EAGAIN && err != unix.EINVAL {
 		return fd, err
 	}
