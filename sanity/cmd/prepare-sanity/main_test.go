@@ -21,7 +21,7 @@ import (
 func TestMain(m *testing.M) {
 	testscript.Main(m, map[string]func(){
 		"prepare-sanity": main,
-		"dying": dying,
+		"dying":          dying,
 		// silent listens at $CSI_ENDPOINT and never answers.
 		"silent": func() {
 			listener, err := net.Listen("unix", os.Getenv("CSI_ENDPOINT")[len("unix://"):])
