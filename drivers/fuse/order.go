@@ -101,7 +101,7 @@ func tell(ctx context.Context, path string, o order) (answer, error) {
 		}
 		return answer{}, errGone // nobody listens, or there is no socket
 	}
-	defer conn.Close()
+	defer func() { _ = conn.Close() }()
 	stop := context.AfterFunc(ctx, func() { _ = conn.SetDeadline(time.Unix(1, 0)) })
 	defer stop()
 	o.Deadline, _ = ctx.Deadline()

@@ -107,9 +107,6 @@ type site struct {
 	listener *handoff.Listener
 	consumer *mountns.Namespace
 	gone     chan handoff.Notice
-
-	mu       sync.Mutex
-	requests map[handoff.Key]*prepare.NodePrepareVolumeRequest
 }
 
 func newSite(t *testing.T, change func(*handoff.Config)) *site {
@@ -122,7 +119,6 @@ func newSite(t *testing.T, change func(*handoff.Config)) *site {
 	}
 	s := &site{
 		t: t, base: t.TempDir(), stderr: new(writings), gone: make(chan handoff.Notice, 1000),
-		requests: make(map[handoff.Key]*prepare.NodePrepareVolumeRequest),
 	}
 	s.must(os.Chmod(filepath.Dir(s.base), 0o711))
 	for _, d := range []string{"run", "state", "volumes", "prepare"} {

@@ -175,7 +175,7 @@ type spawned struct {
 func (p *spawned) discard() {
 	p.tie.Close()
 	_ = p.cmd.Process.Kill()
-	p.s.removeFiles(p.name)
+	_ = p.s.removeFiles(p.name)
 }
 
 var suffixes = []string{".sock", ".log"}
@@ -258,7 +258,7 @@ func (s *servers) spawn() (_ *spawned, err error) {
 	}
 	l.SetUnlinkOnClose(false)
 	listening, err := l.File()
-	l.Close() // the process has it, and an address without a listener is refused
+	_ = l.Close() // the process has it, and an address without a listener is refused
 	if err != nil {
 		return nil, err
 	}

@@ -91,7 +91,7 @@ func ServeInherited(log *slog.Logger) error {
 		ordered.Store(true)
 		first := p.fs == nil
 		err = p.take(conn)
-		conn.Close()
+		_ = conn.Close()
 		switch {
 		case first && err != nil:
 			return err
@@ -99,7 +99,7 @@ func ServeInherited(log *slog.Logger) error {
 			go func() {
 				<-p.finished
 				p.close()
-				orders.Close() // last: it says that nothing is left
+				_ = orders.Close() // last: it says that nothing is left
 			}()
 		case err != nil:
 			log.Warn("an order was not done", "error", err)
@@ -249,10 +249,10 @@ func (p *process) deposit(ctx context.Context, o order) error {
 		return err
 	}
 	if err := conn.Deposit(ctx, p.handle, p.device, p.session); err != nil {
-		conn.Close()
+		_ = conn.Close()
 		return err
 	}
-	p.conn.Close()
+	_ = p.conn.Close()
 	p.conn = conn
 	p.watch(conn)
 	return nil
@@ -291,7 +291,7 @@ func (p *process) gone() bool {
 
 func (p *process) close() {
 	if p.conn != nil {
-		p.conn.Close()
+		_ = p.conn.Close()
 	}
 	if p.device != nil {
 		p.device.Close()

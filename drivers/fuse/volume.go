@@ -108,7 +108,7 @@ func (d *Driver) makeVolume(m medium, id string) error {
 	if err != nil {
 		return err
 	}
-	defer root.Close()
+	defer func() { _ = root.Close() }()
 	for _, name := range []string{id, id + "/" + dataDir, id + "/" + orphansDir} {
 		if err := root.Mkdir(name, 0o700); err != nil && !errors.Is(err, os.ErrExist) {
 			return err

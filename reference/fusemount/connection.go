@@ -83,7 +83,7 @@ func abort(mount int) error {
 	if err != nil {
 		return err
 	}
-	defer fs.Close()
+	defer func() { _ = fs.Close() }()
 	if err := fs.Create(); err != nil {
 		return err
 	}
@@ -94,7 +94,7 @@ func abort(mount int) error {
 	defer unix.Close(control)
 	name := strconv.FormatUint(uint64(number), 10) + "/abort"
 	fd, err := unix.Openat(control, name, unix.O_WRONLY|unix.O_CLOEXEC|unix.O_NOFOLLOW, 0)
-	if err == unix.ENOENT {
+	if errors.Is(err, unix.ENOENT) {
 		return nil // it has ended; an ended connection has no entry
 	}
 	if err != nil {

@@ -104,7 +104,7 @@ func (p Policy) mount(fd int, r handoff.FUSERequest) (*os.File, error) {
 	if err != nil {
 		return nil, err
 	}
-	defer fs.Close()
+	defer func() { _ = fs.Close() }()
 	limit := p.MaxRead
 	if limit == 0 {
 		limit = DefaultMaxRead

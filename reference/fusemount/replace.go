@@ -90,7 +90,7 @@ func hasEnded(ctx context.Context, mount int) error {
 	}()
 	select {
 	case err := <-answered:
-		if err != unix.ENOTCONN {
+		if !errors.Is(err, unix.ENOTCONN) {
 			return unix.EBUSY
 		}
 		return nil

@@ -46,7 +46,7 @@ func (k *connection) run() {
 }
 
 func (k *connection) end() {
-	k.Close()
+	_ = k.Close()
 	k.l.mu.Lock()
 	defer k.l.mu.Unlock()
 	delete(k.l.connections, k)
@@ -67,7 +67,7 @@ func (k *connection) closeIfIdle() {
 			return // one that is yet to be served has missed its call
 		}
 	}
-	k.Close()
+	_ = k.Close()
 }
 
 // answer takes one packet and sends its one reply. It owns the files. An
@@ -131,7 +131,7 @@ func (k *connection) step(c *Call, m *pb.HandoffMessage, file *os.File) (_ *pb.H
 	ok := new(pb.HandoffReply)
 	if unknown(m.ProtoReflect()) || m.GetBody() == nil {
 		if file != nil {
-			file.Close()
+			_ = file.Close()
 		}
 		return nil, nil, refuse(codes.Unimplemented, "a message, or a field of it, that this CO does not know")
 	}
@@ -156,7 +156,7 @@ func (k *connection) step(c *Call, m *pb.HandoffMessage, file *os.File) (_ *pb.H
 
 func (k *connection) offer(c *Call, id string, file *os.File) error {
 	if err := isMountRoot(file); err != nil {
-		file.Close()
+		_ = file.Close()
 		return err
 	}
 	h := newHandle()
@@ -165,7 +165,7 @@ func (k *connection) offer(c *Call, id string, file *os.File) error {
 	k.l.mu.Lock()
 	defer k.l.mu.Unlock()
 	if err := c.reserve(id, h); err != nil {
-		file.Close()
+		_ = file.Close()
 		return err
 	}
 	return nil
@@ -195,8 +195,8 @@ func (k *connection) fuseRequest(c *Call, id string, r FUSERequest) (*os.File, e
 		return nil, err
 	}
 	if c.ended {
-		device.Close()
-		mount.Close()
+		_ = device.Close()
+		_ = mount.Close()
 		return nil, ErrClosed
 	}
 	h.device, h.mount = device, mount
@@ -302,7 +302,7 @@ func (k *connection) resume(c *Call, id string) (Session, *os.File, error) {
 func (k *connection) deposit(c *Call, id string, device *os.File, s Session) error {
 	l := k.l
 	refused := func(err error) error {
-		device.Close()
+		_ = device.Close()
 		return err
 	}
 	if l.config.Adopt == nil {
@@ -325,8 +325,8 @@ func (k *connection) deposit(c *Call, id string, device *os.File, s Session) err
 	defer l.mu.Unlock()
 	h := l.sameMount(c.key.VolumeID, mount)
 	if h != nil { // another preparation's deposit of the connection they share
-		device.Close()
-		mount.Close()
+		_ = device.Close()
+		_ = mount.Close()
 	} else {
 		h = newHandle()
 		h.fuse, h.request.Resumable = true, true
@@ -334,8 +334,8 @@ func (k *connection) deposit(c *Call, id string, device *os.File, s Session) err
 	}
 	if err := c.reserve(id, h); err != nil {
 		if len(h.users) == 0 {
-			mount.Close()
-			device.Close()
+			_ = mount.Close()
+			_ = device.Close()
 		}
 		return err
 	}

@@ -102,7 +102,7 @@ func (c *Conn) ask(ctx context.Context, m *pb.HandoffMessage, file *os.File, lea
 	defer func() {
 		var r *Refusal
 		if err != nil && !errors.As(err, &r) {
-			c.conn.Close()
+			_ = c.conn.Close()
 		}
 	}()
 	_ = c.conn.SetDeadline(time.Time{})

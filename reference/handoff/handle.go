@@ -115,7 +115,7 @@ func (l *Listener) forget(key Key, id string) {
 	}
 	l.finish(h)
 	if h.mount != nil {
-		h.mount.Close()
+		_ = h.mount.Close()
 		h.mount = nil
 	}
 	h.leave()
@@ -134,7 +134,7 @@ func (l *Listener) finish(h *handle) {
 		delete(l.shared, h.share)
 	}
 	if h.device != nil {
-		h.device.Close()
+		_ = h.device.Close()
 		h.device = nil
 	}
 }
@@ -154,7 +154,7 @@ func (l *Listener) serve(h *handle, k *connection, s Session) {
 	if !h.request.Resumable && h.device != nil {
 		// A copy kept would turn the death of the server from an error into
 		// a hang: requests wait while any device descriptor is open.
-		h.device.Close()
+		_ = h.device.Close()
 		h.device = nil
 	}
 }

@@ -101,10 +101,10 @@ func TestHostilePackets(t *testing.T) {
 			c.Drop()
 			again := r.begin(preparation)
 			defer again.Drop()
-			k = r.raw()
-			defer k.Close()
-			throw(t, k, encode(t, offer(preparation, old, "h")), files(t, 1)...)
-			if got := r.answer(k); got != nil {
+			next := r.raw()
+			defer next.Close()
+			throw(t, next, encode(t, offer(preparation, old, "h")), files(t, 1)...)
+			if got := r.answer(next); got != nil {
 				t.Errorf("answered: %v", got)
 			}
 		},

@@ -142,7 +142,7 @@ func (l *Listener) accept() {
 		}
 		l.mu.Unlock()
 		if refused {
-			conn.Close()
+			_ = conn.Close()
 		}
 	}
 }
@@ -210,7 +210,7 @@ func (l *Listener) Close() error {
 		}
 	}
 	for k := range l.connections {
-		k.Close()
+		_ = k.Close()
 	}
 	l.mu.Unlock()
 

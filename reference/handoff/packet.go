@@ -144,7 +144,7 @@ func send(conn *net.UnixConn, m *pb.HandoffMessage, file *os.File) error {
 
 func closeAll(files []*os.File) {
 	for _, f := range files {
-		f.Close()
+		_ = f.Close()
 	}
 }
 

@@ -56,7 +56,7 @@ func listen(path string, uid, gid int) (_ *socket, err error) {
 	s.dir = os.NewFile(uintptr(fd), path)
 	defer func() {
 		if err != nil {
-			s.Close()
+			_ = s.Close()
 		}
 	}()
 

@@ -105,7 +105,7 @@ func (h *handle) do(use func(fd int) error) error {
 
 // handle returns the file of a handle, opened again if an earlier process of
 // this filesystem gave it.
-func (f *FS) handle(id, fh uint64, flags int) (*handle, fuse.Status) {
+func (f *FS) handle(id, fh uint64) (*handle, fuse.Status) {
 	if h := f.handles.get(fh); h != nil {
 		return h, fuse.OK
 	}
@@ -114,7 +114,7 @@ func (f *FS) handle(id, fh uint64, flags int) (*handle, fuse.Status) {
 	}
 	f.tree.RLock()
 	defer f.tree.RUnlock()
-	fd, s := f.reopen(id, accessMode(fh)|flags)
+	fd, s := f.reopen(id, accessMode(fh))
 	if !s.Ok() {
 		return nil, s
 	}
@@ -225,7 +225,7 @@ func (f *FS) Open(_ <-chan struct{}, in *fuse.OpenIn, out *fuse.OpenOut) fuse.St
 
 // Read implements fuse.RawFileSystem.
 func (f *FS) Read(_ <-chan struct{}, in *fuse.ReadIn, buf []byte) (fuse.ReadResult, fuse.Status) {
-	h, s := f.handle(in.NodeId, in.Fh, 0)
+	h, s := f.handle(in.NodeId, in.Fh)
 	if !s.Ok() {
 		return nil, s
 	}
@@ -235,7 +235,7 @@ func (f *FS) Read(_ <-chan struct{}, in *fuse.ReadIn, buf []byte) (fuse.ReadResu
 
 // Write implements fuse.RawFileSystem.
 func (f *FS) Write(_ <-chan struct{}, in *fuse.WriteIn, data []byte) (written uint32, s fuse.Status) {
-	h, s := f.handle(in.NodeId, in.Fh, 0)
+	h, s := f.handle(in.NodeId, in.Fh)
 	if !s.Ok() {
 		return 0, s
 	}
@@ -268,7 +268,7 @@ func (f *FS) Flush(_ <-chan struct{}, in *fuse.FlushIn) fuse.Status {
 
 // Fsync implements fuse.RawFileSystem.
 func (f *FS) Fsync(_ <-chan struct{}, in *fuse.FsyncIn) fuse.Status {
-	h, s := f.handle(in.NodeId, in.Fh, 0)
+	h, s := f.handle(in.NodeId, in.Fh)
 	if !s.Ok() {
 		return s
 	}
@@ -287,7 +287,7 @@ func sync1(h *handle, flags uint32) fuse.Status {
 
 // Fallocate implements fuse.RawFileSystem.
 func (f *FS) Fallocate(_ <-chan struct{}, in *fuse.FallocateIn) fuse.Status {
-	h, s := f.handle(in.NodeId, in.Fh, 0)
+	h, s := f.handle(in.NodeId, in.Fh)
 	if !s.Ok() {
 		return s
 	}
@@ -298,7 +298,7 @@ func (f *FS) Fallocate(_ <-chan struct{}, in *fuse.FallocateIn) fuse.Status {
 
 // Lseek implements fuse.RawFileSystem, for SEEK_DATA and SEEK_HOLE.
 func (f *FS) Lseek(_ <-chan struct{}, in *fuse.LseekIn, out *fuse.LseekOut) fuse.Status {
-	h, s := f.handle(in.NodeId, in.Fh, 0)
+	h, s := f.handle(in.NodeId, in.Fh)
 	if !s.Ok() {
 		return s
 	}
@@ -311,11 +311,11 @@ func (f *FS) Lseek(_ <-chan struct{}, in *fuse.LseekIn, out *fuse.LseekOut) fuse
 
 // CopyFileRange implements fuse.RawFileSystem.
 func (f *FS) CopyFileRange(_ <-chan struct{}, in *fuse.CopyFileRangeIn) (copied uint32, s fuse.Status) {
-	from, s := f.handle(in.NodeId, in.FhIn, 0)
+	from, s := f.handle(in.NodeId, in.FhIn)
 	if !s.Ok() {
 		return 0, s
 	}
-	to, s := f.handle(in.NodeIdOut, in.FhOut, 0)
+	to, s := f.handle(in.NodeIdOut, in.FhOut)
 	if !s.Ok() {
 		return 0, s
 	}

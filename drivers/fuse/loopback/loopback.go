@@ -33,6 +33,7 @@
 package loopback
 
 import (
+	"errors"
 	"fmt"
 	"os"
 	"sync"
@@ -177,7 +178,7 @@ func device(st *unix.Statx_t) uint64 { return unix.Mkdev(st.Dev_major, st.Dev_mi
 // preemption, and a network filesystem below may return EINTR for them.
 func ignoringEINTR(call func() error) error {
 	for {
-		if err := call(); err != unix.EINTR {
+		if err := call(); !errors.Is(err, unix.EINTR) {
 			return err
 		}
 	}
@@ -188,7 +189,8 @@ func status(err error) fuse.Status {
 	if err == nil {
 		return fuse.OK
 	}
-	if errno, ok := err.(syscall.Errno); ok {
+	var errno syscall.Errno
+	if errors.As(err, &errno) {
 		return fuse.Status(errno)
 	}
 	return fuse.ToStatus(err)

@@ -203,8 +203,8 @@ func (f *FS) enter(p place, dirfd int, st *unix.Statx_t, out *fuse.EntryOut) fus
 		}
 		f.mu.Lock()
 		now := f.nodes[st.Ino]
-		switch {
-		case now == n:
+		switch now {
+		case n:
 			if n != nil {
 				f.remove(n)
 			}
