@@ -143,7 +143,7 @@ func (s *servers) start(ctx context.Context, o order) (answer, error) {
 			}
 		}
 		a, err := tell(ctx, s.path(name+".sock"), o)
-		p.tie.Close() // it has its order, or is killed
+		_ = p.tie.Close() // it has its order, or is killed
 		if err == nil {
 			err = a.err()
 		}
@@ -173,7 +173,7 @@ type spawned struct {
 
 // discard ends a process that is not wanted.
 func (p *spawned) discard() {
-	p.tie.Close()
+	_ = p.tie.Close()
 	_ = p.cmd.Process.Kill()
 	_ = p.s.removeFiles(p.name)
 }

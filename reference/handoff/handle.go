@@ -236,7 +236,7 @@ func (l *Listener) expire(h *handle, timer **time.Timer) {
 		cancel()
 	}
 	if mount != nil {
-		mount.Close()
+		_ = mount.Close()
 	}
 	l.mu.Lock()
 	h.until = time.Time{}
