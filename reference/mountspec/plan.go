@@ -83,9 +83,9 @@ func NewPlan(specs []Spec, f Features, p Policy) (Plan, error) {
 		}
 	}
 	if b.plan.Detached {
-		for i := range specs[1:] {
-			b.inner(i+1, &specs[i+1])
-			b.step(Step{Call: Attach, Spec: i + 1})
+		for i := 1; i < len(specs); i++ {
+			b.inner(i, &specs[i])
+			b.step(Step{Call: Attach, Spec: i})
 		}
 	}
 	b.target()
@@ -133,9 +133,7 @@ func (b *planner) inner(i int, s *Spec) {
 
 // make plans a detached, narrowed, private mount for one spec.
 func (b *planner) make(i int, s *Spec) error {
-	unsupported := func(format string, args ...any) error {
-		return &UnsupportedError{i, kindName(s), fmt.Sprintf(format, args...)}
-	}
+	unsupported := func(reason string) error { return &UnsupportedError{i, kindName(s), reason} }
 	if b.p.IDMap && !s.IDMapSupported {
 		return unsupported("the plugin does not say that ids may be mapped, and the consumer needs it")
 	}

@@ -174,9 +174,10 @@ func openMount(path string) (int, uint64, error) {
 
 // probe sees that a mount in the trash is idle and has nothing on it.
 func (b *batch) probe(m *movedMount) error {
-	err := expire(b.path + m.place)
-	switch err {
-	case unix.EAGAIN:
+	errno := expire(b.path + m.place)
+	var err error = errno
+	switch errno {
+	case 0, unix.EAGAIN:
 		return nil
 	case unix.EBUSY:
 		busy := &BusyError{Index: m.receipt, MountID: m.id, Target: b.receipts[m.receipt].Target}

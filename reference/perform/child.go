@@ -172,7 +172,7 @@ func (t *childTask) attempt(device int, exclusive bool) (int, error) {
 	if err != nil {
 		return -1, err
 	}
-	defer fs.Close()
+	defer func() { _ = fs.Close() }()
 	for _, p := range t.Parameters {
 		switch {
 		case p.Key == "source" && device >= 0:

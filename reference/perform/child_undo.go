@@ -6,8 +6,6 @@ import (
 	"os"
 	"syscall"
 
-	"golang.org/x/sys/unix"
-
 	"github.com/csi-prepare/csi-prepare/reference/kernel"
 	"github.com/csi-prepare/csi-prepare/reference/mountns"
 )
@@ -33,7 +31,7 @@ func (t *childTask) undo(fd int) *childUndo {
 		err = errors.New("no features came along")
 	}
 	if err == nil {
-		defer ns.Close()
+		defer func() { _ = ns.Close() }()
 		e := Executor{patient: true, features: func() kernel.Features { return *t.Features }}
 		err = e.Undo(context.Background(), ns, t.Undo)
 	}
@@ -77,22 +75,19 @@ func (o *childUndo) error() error {
 
 // undoInChild undoes in a child that the deadline can kill.
 func (e *Executor) undoInChild(ctx context.Context, ns *mountns.Namespace, receipts []Receipt) error {
-	fd := -1
-	if ns != nil {
-		fd = ns.FD()
-	} else {
-		own, err := open(unix.AT_FDCWD, "/proc/thread-self/ns/mnt", unix.O_RDONLY)
+	if ns == nil {
+		own, err := mountns.Own()
 		if err != nil {
 			return &Error{-1, "find the namespace", err}
 		}
-		defer unix.Close(own)
-		fd = own
+		defer func() { _ = own.Close() }()
+		ns = own
 	}
 	f := kernel.Probe()
 	if e.features != nil {
 		f = e.features()
 	}
-	_, answer, err := inChild(ctx, &childTask{Undo: receipts, Features: &f}, fd, defaultTimeout)
+	_, answer, err := inChild(ctx, &childTask{Undo: receipts, Features: &f}, ns.FD(), defaultTimeout)
 	if err == nil && answer.Undo != nil {
 		return answer.Undo.error()
 	}

@@ -95,7 +95,7 @@ func create(dir int, name string, file bool) (fd int, created bool, err error) {
 		flags |= unix.O_DIRECTORY
 		err = unix.Mkdirat(dir, name, 0o755)
 	}
-	if err != nil && err != unix.EEXIST {
+	if err != nil && !errors.Is(err, unix.EEXIST) {
 		return -1, false, err
 	}
 	created = err == nil
@@ -143,9 +143,10 @@ func removeIn(dir int, name string, inode uint64, file bool) error {
 		return nil
 	}
 	err = unix.Unlinkat(dir, name, flags)
-	switch err {
-	case unix.ENOENT, unix.ENOTEMPTY, unix.EEXIST, unix.EBUSY, unix.ENOTDIR:
-		return nil
+	for _, left := range [...]error{unix.ENOENT, unix.ENOTEMPTY, unix.EEXIST, unix.EBUSY, unix.ENOTDIR} {
+		if errors.Is(err, left) {
+			return nil
+		}
 	}
 	return err
 }

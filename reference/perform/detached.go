@@ -28,7 +28,7 @@ func statDetached(ctx context.Context, mount int, f mountspec.Features) (kernel.
 	if err != nil {
 		return kernel.MountStat{}, err
 	}
-	defer ns.Close()
+	defer func() { _ = ns.Close() }()
 	var stat kernel.MountStat
 	err = ns.Do(ctx, func() error {
 		// On top of the root of the copy, which nobody else is in.

@@ -50,7 +50,7 @@ func (r *rig) loop(fstype string) *device {
 		err = unix.IoctlLoopConfigure(int(f.Fd()), &unix.LoopConfig{
 			Fd: uint32(image.Fd()), Info: unix.LoopInfo64{Flags: unix.LO_FLAGS_AUTOCLEAR},
 		})
-		if err == unix.EBUSY { // somebody else was faster
+		if errors.Is(err, unix.EBUSY) { // somebody else was faster
 			_ = f.Close()
 			continue
 		}

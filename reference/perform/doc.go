@@ -32,7 +32,10 @@
 //
 // # What can block
 //
-// Everything but the making of a superblock, and the reading of paths that
-// lead through a network or FUSE filesystem, ends by itself. See Options for
-// the steps that are made in a child process.
+// A server that does not answer, be it of a volume or of a FUSE filesystem that
+// the consumer itself serves, must not hold up who performs. Ids, types and
+// attributes of mounts are read from the kernel alone; paths are looked up in
+// what it knows; and what remains, the making of a filesystem on a network or
+// device and the lookups that have to ask, is done in a child process which
+// ends with its deadline. A program allows that by calling MainIfChild.
 package perform

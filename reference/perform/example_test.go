@@ -2,6 +2,7 @@ package perform_test
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"log"
 	"os"
@@ -64,7 +65,7 @@ func Example() {
 	err = container.Do(ctx, func() error {
 		return os.WriteFile(filepath.Join(dir, "data/file"), nil, 0o644)
 	})
-	fmt.Println("writing in the container:", err.(*os.PathError).Err == unix.EROFS)
+	fmt.Println("writing in the container:", errors.Is(err, unix.EROFS))
 
 	if err := perform.Undo(ctx, container, done.Receipts); err != nil {
 		log.Fatal(err)

@@ -73,7 +73,7 @@ func nsID(ns *mountns.Namespace) (uint64, error) {
 	if err != nil {
 		return 0, fmt.Errorf("find the own mount namespace: %w", err)
 	}
-	defer own.Close()
+	defer func() { _ = own.Close() }()
 	return own.ID(), nil
 }
 

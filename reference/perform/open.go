@@ -48,7 +48,7 @@ func (x *performance) openHow(dir int, path string, how unix.OpenHow) (int, erro
 		return kernel.Openat2(dir, path, how)
 	}
 	fd, err := openKnown(dir, path, how)
-	if err != unix.EAGAIN && err != unix.EINVAL { // EINVAL before Linux 5.12
+	if !isUnknown(err) {
 		if err != nil {
 			err = &os.PathError{Op: "openat2", Path: path, Err: err}
 		}
@@ -89,7 +89,7 @@ func openStepwise(dir int, path string, how unix.OpenHow, remote func(dir int) b
 			step.Flags = unix.O_PATH // of a link this is ELOOP
 		}
 		fd, err := openKnown(at, name, step)
-		if err == unix.EAGAIN || err == unix.EINVAL {
+		if isUnknown(err) {
 			if remote(at) {
 				step.Flags = how.Flags
 				return ask(at, rest, step)
@@ -166,6 +166,12 @@ func openKnown(dir int, path string, how unix.OpenHow) (int, error) {
 }
 
 const knownAttempts = 8
+
+// isUnknown says that openKnown could not tell: EINVAL is that of a kernel
+// before Linux 5.12, which does not know the flag.
+func isUnknown(err error) bool {
+	return errors.Is(err, unix.EAGAIN) || errors.Is(err, unix.EINVAL)
+}
 
 // walk opens path below dirfd for a kernel without openat2(2): one component
 // at a time, none of which may be a link, so that there is no way out.
@@ -245,7 +251,7 @@ func (v *view) openPlain(ctx context.Context, at int, path string) (int, error) 
 		return kernel.Openat2(at, path, how)
 	}
 	fd, err := openKnown(at, path, how)
-	if err != unix.EAGAIN && err != unix.EINVAL {
+	if !isUnknown(err) {
 		return fd, err
 	}
 	if at == unix.AT_FDCWD {

@@ -113,7 +113,7 @@ func (x *performance) steps(first, end int) error {
 		if err == nil {
 			err = x.step(s)
 		}
-		if err == errAgain {
+		if errors.Is(err, errAgain) {
 			i = x.fsopen(i) - 1
 			continue
 		}

@@ -56,12 +56,9 @@ func (t *taking) take(id uint64, r *Receipt) error {
 			return t.fail("find", err)
 		}
 		busy.Target = m.Point
-		switch err := t.try(&m); err {
-		case unix.EAGAIN:
-			busy.Covered = false
-		case errCovered:
-			busy.Covered = true
-		default:
+		err = t.try(&m)
+		busy.Covered = errors.Is(err, errCovered)
+		if !busy.Covered && !errors.Is(err, unix.EAGAIN) {
 			return t.fail("unmount", err)
 		}
 		if err := t.ctx.Err(); err != nil {
@@ -136,7 +133,7 @@ func (t *taking) try(m *kernel.MountStat) error {
 		return fmt.Errorf("%w: it is the root of the namespace", ErrReceipt)
 	}
 	fd, err := t.v.openDir(t.ctx, dir)
-	if err == errMayHang {
+	if errors.Is(err, errMayHang) {
 		return err
 	}
 	if err != nil {
@@ -164,17 +161,17 @@ func (t *taking) try(m *kernel.MountStat) error {
 		if err := unix.Fchdir(fd); err != nil {
 			return err
 		}
-		defer unix.Chdir("/")
+		defer func() { _ = unix.Chdir("/") }()
 	}
-	switch err := expire(place); err {
+	switch errno := expire(place); errno {
 	case unix.EAGAIN:
 	case unix.EBUSY:
 		return t.busy(m)
-	case nil:
+	case 0:
 		// Its owner had marked it for expiry himself, whichever it was.
 		return unix.EAGAIN
 	default:
-		return t.unmountError(m, err)
+		return t.unmountError(m, errno)
 	}
 	if err := t.undisturbed(m, w); err != nil {
 		return err
@@ -182,13 +179,15 @@ func (t *taking) try(m *kernel.MountStat) error {
 	if err := t.e.step("unmount"); err != nil {
 		return err
 	}
-	switch err := expire(place); err {
-	case nil, unix.EAGAIN:
-		return err
+	switch errno := expire(place); errno {
+	case 0:
+		return nil
+	case unix.EAGAIN:
+		return errno
 	case unix.EBUSY:
 		return t.busy(m)
 	default:
-		return t.unmountError(m, err)
+		return t.unmountError(m, errno)
 	}
 }
 
@@ -215,11 +214,17 @@ func (t *taking) undisturbed(m *kernel.MountStat, w *watch) error {
 	return nil
 }
 
-// expire is one umount2(2) with MNT_EXPIRE.
-func expire(place string) error {
+// expire is one umount2(2) with MNT_EXPIRE; 0 means that it took the mount.
+func expire(place string) unix.Errno {
 	for {
-		if err := unix.Unmount(place, unix.MNT_EXPIRE|unix.UMOUNT_NOFOLLOW); err != unix.EINTR {
-			return err
+		err := unix.Unmount(place, unix.MNT_EXPIRE|unix.UMOUNT_NOFOLLOW)
+		if err == nil {
+			return 0
+		}
+		errno := unix.EINVAL
+		_ = errors.As(err, &errno)
+		if errno != unix.EINTR {
+			return errno
 		}
 	}
 }

@@ -87,7 +87,7 @@ func trashTemplate() (int, error) {
 	if err != nil {
 		return -1, err
 	}
-	defer fs.Close()
+	defer func() { _ = fs.Close() }()
 	for _, p := range [][2]string{{"source", trashSource}, {"mode", "700"}} {
 		if err := fs.SetString(p[0], p[1]); err != nil {
 			return -1, err
