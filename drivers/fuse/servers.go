@@ -282,7 +282,7 @@ func (s *servers) spawn() (_ *spawned, err error) {
 	// does not end that one.
 	cmd.SysProcAttr = &syscall.SysProcAttr{Setsid: true}
 	if err := cmd.Start(); err != nil {
-		tie.Close()
+		_ = tie.Close()
 		return nil, fmt.Errorf("start a serving process: %w", err)
 	}
 	go func() {

@@ -59,7 +59,7 @@ func ServeInherited(log *slog.Logger) error {
 		return errors.New("descriptor 3 has to be a listening socket: this command is for prepare-driver itself")
 	}
 	listener, err := net.FileListener(file)
-	file.Close()
+	_ = file.Close()
 	if err != nil {
 		return fmt.Errorf("descriptor 3: %w", err)
 	}
@@ -76,7 +76,7 @@ func ServeInherited(log *slog.Logger) error {
 		if !ordered.Load() {
 			os.Exit(0) // whoever wanted it is gone
 		}
-		tied.Close()
+		_ = tied.Close()
 	}()
 	for {
 		conn, err := orders.AcceptUnix()
@@ -294,7 +294,7 @@ func (p *process) close() {
 		_ = p.conn.Close()
 	}
 	if p.device != nil {
-		p.device.Close()
+		_ = p.device.Close()
 	}
 	if p.fs != nil {
 		p.fs.Close()

@@ -124,7 +124,7 @@ func (d *Driver) makeVolume(m medium, id string) error {
 			return err
 		}
 		err = f.Sync()
-		f.Close()
+		_ = f.Close()
 		if err != nil {
 			return err
 		}

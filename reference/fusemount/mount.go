@@ -68,7 +68,7 @@ func (p Policy) Mount(_ context.Context, _ handoff.Key, r handoff.FUSERequest) (
 	}
 	defer func() {
 		if err != nil {
-			device.Close()
+			_ = device.Close()
 		}
 	}()
 	raw, err := device.SyscallConn()

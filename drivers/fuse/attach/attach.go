@@ -167,7 +167,7 @@ func (s *Server) release() {
 	}
 	s.idle, s.memory = nil, nil
 	if s.device >= 0 {
-		unix.Close(s.device)
+		_ = unix.Close(s.device)
 		s.device = -1
 	}
 }

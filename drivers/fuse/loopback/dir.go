@@ -85,7 +85,7 @@ func (f *FS) directoryHandle(id, fh uint64) (*handle, fuse.Status) {
 	opened := f.handles.remove(out.Fh)
 	h, mine := f.handles.adopt(fh, opened)
 	if !mine {
-		opened.file.Close()
+		_ = opened.file.Close()
 	}
 	return h, fuse.OK
 }
@@ -93,7 +93,7 @@ func (f *FS) directoryHandle(id, fh uint64) (*handle, fuse.Status) {
 // ReleaseDir implements fuse.RawFileSystem.
 func (f *FS) ReleaseDir(in *fuse.ReleaseIn) {
 	if h := f.handles.remove(in.Fh); h != nil {
-		h.file.Close()
+		_ = h.file.Close()
 	}
 }
 

@@ -88,7 +88,7 @@ func (hs *handles) closeAll() {
 	hs.mu.Lock()
 	defer hs.mu.Unlock()
 	for fh, h := range hs.open {
-		h.file.Close()
+		_ = h.file.Close()
 		delete(hs.open, fh)
 	}
 }
@@ -121,7 +121,7 @@ func (f *FS) handle(id, fh uint64) (*handle, fuse.Status) {
 	h := &handle{file: os.NewFile(uintptr(fd), "file"), node: id}
 	now, mine := f.handles.adopt(fh, h)
 	if !mine {
-		h.file.Close()
+		_ = h.file.Close()
 		return now, fuse.OK
 	}
 	f.count(id, 1)
@@ -146,7 +146,7 @@ func (f *FS) reopen(id uint64, flags int) (fd int, s fuse.Status) {
 		}
 		fd, err = unix.Open(link(pinned), flags|unix.O_CLOEXEC, 0)
 		if back := unix.Chmod(link(pinned), st.Mode&0o7777); err == nil && back != nil {
-			unix.Close(fd)
+			_ = unix.Close(fd)
 			err = back
 		}
 		return status(err)
@@ -182,11 +182,11 @@ func (f *FS) Create(_ <-chan struct{}, in *fuse.CreateIn, name string, out *fuse
 		}
 		st, err := stat(fd, "")
 		if err != nil {
-			unix.Close(fd)
+			_ = unix.Close(fd)
 			return status(err)
 		}
 		if s := f.enter(place{in.NodeId, name}, dirfd, st, &out.EntryOut); !s.Ok() {
-			unix.Close(fd)
+			_ = unix.Close(fd)
 			return s
 		}
 		f.count(st.Ino, 1)
@@ -210,11 +210,11 @@ func (f *FS) Open(_ <-chan struct{}, in *fuse.OpenIn, out *fuse.OpenOut) fuse.St
 			return status(err)
 		}
 		if s := f.is(fd, in.NodeId); !s.Ok() {
-			unix.Close(fd)
+			_ = unix.Close(fd)
 			return s
 		}
 		if err := unix.SetNonblock(fd, false); err != nil {
-			unix.Close(fd)
+			_ = unix.Close(fd)
 			return status(err)
 		}
 		f.count(in.NodeId, 1)
@@ -333,7 +333,7 @@ func (f *FS) CopyFileRange(_ <-chan struct{}, in *fuse.CopyFileRangeIn) (copied 
 // Release implements fuse.RawFileSystem.
 func (f *FS) Release(_ <-chan struct{}, in *fuse.ReleaseIn) {
 	if h := f.handles.remove(in.Fh); h != nil {
-		h.file.Close()
+		_ = h.file.Close()
 		f.count(h.node, -1)
 	}
 }

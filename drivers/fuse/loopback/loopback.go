@@ -127,7 +127,7 @@ func openRoot(path string) (*dir, *unix.Statx_t, error) {
 	}
 	st, err := stat(fd, "")
 	if err != nil {
-		unix.Close(fd)
+		_ = unix.Close(fd)
 		return nil, nil, &os.PathError{Op: "statx", Path: path, Err: err}
 	}
 	return &dir{fd: fd, refs: 1}, st, nil

@@ -13,7 +13,7 @@ type dir struct {
 	refs int // guarded by FS.mu
 }
 
-func (d *dir) close() { unix.Close(d.fd) }
+func (d *dir) close() { _ = unix.Close(d.fd) }
 
 // place is a name in a directory that is a node.
 type place struct {
@@ -196,7 +196,7 @@ func (f *FS) enter(p place, dirfd int, st *unix.Statx_t, out *fuse.EntryOut) fus
 				return status(err)
 			}
 			if s := f.is(fd, st.Ino); !s.Ok() {
-				unix.Close(fd)
+				_ = unix.Close(fd)
 				return s
 			}
 			fresh.dir = &dir{fd: fd, refs: 1}

@@ -98,14 +98,14 @@ func (f *FS) materialize(id uint64) (*node, fuse.Status) {
 		return nil, fuse.Status(unix.ESTALE)
 	}
 	if s := f.is(fd, id); !s.Ok() {
-		unix.Close(fd)
+		_ = unix.Close(fd)
 		return nil, s
 	}
 	n = &node{id: id}
 	if at.dir {
 		n.dir = &dir{fd: fd, refs: 1}
 	} else {
-		unix.Close(fd)
+		_ = unix.Close(fd)
 	}
 	f.mu.Lock()
 	defer f.mu.Unlock()
@@ -176,7 +176,7 @@ func (f *FS) walkInto(index map[uint64]found, dirfd int, id uint64) error {
 		if f.is(sub, e.Ino).Ok() { // no mount, and the same directory still
 			err = f.walkInto(index, sub, e.Ino)
 		}
-		unix.Close(sub)
+		_ = unix.Close(sub)
 		if err != nil {
 			return err
 		}
