@@ -11,6 +11,7 @@ import (
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/backoff"
 	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/connectivity"
 	"google.golang.org/grpc/credentials/insecure"
 	"google.golang.org/grpc/stats"
 	"google.golang.org/grpc/status"
@@ -106,7 +107,31 @@ func (p *plugin) discover(ctx context.Context) (*facts, error) {
 	return f, err
 }
 
+// connectTime is how long a plugin that does not listen is waited for: its
+// socket is on this machine.
+const connectTime = time.Second
+
+// connect waits for a connection, since one that failed while the plugin was
+// away waits on its own before it tries again. Whether there is one then, the
+// next call tells.
+func (p *plugin) connect(ctx context.Context) {
+	ctx, cancel := context.WithTimeout(ctx, connectTime)
+	defer cancel()
+	p.conn.ResetConnectBackoff()
+	for {
+		now := p.conn.GetState()
+		if now == connectivity.Ready {
+			return
+		}
+		p.conn.Connect()
+		if !p.conn.WaitForStateChange(ctx, now) {
+			return
+		}
+	}
+}
+
 func (p *plugin) ask(ctx context.Context) (*facts, error) {
+	p.connect(ctx)
 	info, err := csi.NewIdentityClient(p.conn).GetPluginInfo(ctx, &csi.GetPluginInfoRequest{})
 	if err != nil {
 		return nil, &CallError{"GetPluginInfo", err}

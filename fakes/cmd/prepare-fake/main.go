@@ -14,9 +14,12 @@ import (
 	"syscall"
 
 	"github.com/spf13/cobra"
+
+	"github.com/csi-prepare/csi-prepare/reference/perform"
 )
 
 func main() {
+	perform.MainIfChild()
 	ctx, stop := signal.NotifyContext(context.Background(), syscall.SIGTERM, syscall.SIGINT)
 	defer stop()
 	err := newCommand().ExecuteContext(ctx)

@@ -15,10 +15,14 @@ import (
 	"github.com/spf13/cobra"
 	"golang.org/x/sys/unix"
 
+	"github.com/csi-prepare/csi-prepare/reference/perform"
 	"github.com/csi-prepare/csi-prepare/sanity"
 )
 
-func main() { os.Exit(run(os.Args[1:])) }
+func main() {
+	perform.MainIfChild()
+	os.Exit(run(os.Args[1:]))
+}
 
 // exit is an error that decides how the command ends. Without err there is
 // nothing more to say.
