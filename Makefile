@@ -53,7 +53,7 @@ endif
 
 .PHONY: test
 test: setup check ## all that this machine can test
-	.ci/nothing-left go test -short -timeout 12m ./...
+	.ci/nothing-left go test -count=1 -short -timeout 12m ./...
 
 .PHONY: mutants
 mutants: setup ## kill matrix: each mutant against the suite (FULL=1: against all of it)

@@ -90,7 +90,7 @@ func (l *ledger) put(id string, r record) error {
 		if err != nil {
 			return err
 		}
-		if err := renameio.WriteFile(l.file(id), data, 0o600); err != nil {
+		if err := renameio.WriteFile(l.file(id), data, 0o600, renameio.WithTempDir(l.directory)); err != nil {
 			return err
 		}
 	}

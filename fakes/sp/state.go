@@ -81,7 +81,7 @@ func keep(dir, boot string, s *state) error {
 	if err != nil {
 		return err
 	}
-	return renameio.WriteFile(file(dir), data, 0o600)
+	return renameio.WriteFile(file(dir), data, 0o600, renameio.WithTempDir(dir))
 }
 
 func appendMessage(to []json.RawMessage, m proto.Message) ([]json.RawMessage, error) {
