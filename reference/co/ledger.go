@@ -46,11 +46,6 @@ func (e *DamagedError) Error() string {
 // Unwrap returns the reason.
 func (e *DamagedError) Unwrap() error { return e.Err }
 
-// position returns that of the record.
-func (e *DamagedError) position() string {
-	return strings.TrimSuffix(filepath.Base(e.File), ".json")
-}
-
 var (
 	recordFile = regexp.MustCompile(`^[0-9a-f]{32}\.[0-9a-f]{32}\.json$`)
 	unfinished = regexp.MustCompile(`^\.[0-9a-f]{32}\.[0-9a-f]{32}\.json[0-9]+$`)

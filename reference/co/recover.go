@@ -144,7 +144,7 @@ func (c *CO) takeOrphan(ctx context.Context, k Key, p *plugin, s *Settings, e *p
 	defer leave()
 	// A damaged record is reported as such; what it was of is not known.
 	if r, err := c.ledger.get(k); r != nil || err != nil {
-		return false, nil //nolint:nilerr // see above
+		return false, nil
 	}
 	lock, err := c.hold(ctx, k)
 	if err != nil {

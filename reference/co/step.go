@@ -107,7 +107,7 @@ func (c *CO) step(ctx context.Context, k Key, lock *os.File, j job, namespace, r
 		waited := cmd.Wait() // reaps, also after step has returned
 		var fault *StepError
 		if err != nil && !errors.As(err, &fault) {
-			err = fmt.Errorf("child %v: %w%s", waited, err, words.text())
+			err = fmt.Errorf("child %v: %w%s", waited, err, words.text()) //nolint:errorlint // how the child ended is told; the cause is err
 		}
 		talked <- outcome{receipts, err}
 	}()

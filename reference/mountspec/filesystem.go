@@ -52,7 +52,7 @@ func (c *check) fsSource(k *Filesystem) {
 	case slices.Contains(deviceTypes, k.Type):
 		c.add(requirement.FilesystemSourceNoPath, field,
 			"%s opens its source as a path of whoever performs: send filesystem.device", k.Type)
-	case k.Source[0] == '/' && !(slices.Contains(uncTypes, k.Type) && strings.HasPrefix(k.Source, "//")):
+	case k.Source[0] == '/' && (!slices.Contains(uncTypes, k.Type) || !strings.HasPrefix(k.Source, "//")):
 		c.add(requirement.FilesystemSourceNoPath, field,
 			"%s is a path of the node: send filesystem.device, or a bind", show(k.Source))
 	}
