@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"io"
 	"net"
 	"os"
 	"os/exec"
@@ -31,6 +32,7 @@ const (
 	inside       = "inside"
 	rolePlugin   = "plugin"
 	roleCO       = "co"
+	roleWait     = "wait" // until its standard input ends
 )
 
 func TestMain(m *testing.M) {
@@ -44,6 +46,9 @@ func TestMain(m *testing.M) {
 		os.Exit(runPlugin())
 	case role == roleCO:
 		os.Exit(runCO())
+	case role == roleWait:
+		_, _ = io.Copy(io.Discard, os.Stdin)
+		return
 	}
 	if os.Getuid() != 0 {
 		fmt.Println("skipped: mount namespaces need root")

@@ -6,6 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"maps"
+	"os"
 	"path"
 	"regexp"
 	"slices"
@@ -148,6 +149,19 @@ func ParsePolicy(text []byte) (*Policy, error) {
 		if p.drivers[name], err = p.defaults.with(raw); err != nil {
 			return nil, fmt.Errorf("policy: drivers.%s: %w", name, err)
 		}
+	}
+	return p, nil
+}
+
+// ReadPolicy reads the policy file at path, as ParsePolicy does.
+func ReadPolicy(path string) (*Policy, error) {
+	text, err := os.ReadFile(path)
+	if err != nil {
+		return nil, fmt.Errorf("policy: %w", err)
+	}
+	p, err := ParsePolicy(text)
+	if err != nil {
+		return nil, fmt.Errorf("%s: %w", path, err)
 	}
 	return p, nil
 }
