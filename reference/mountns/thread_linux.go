@@ -2,6 +2,7 @@ package mountns
 
 import (
 	"context"
+	"encoding/binary"
 	"fmt"
 	"os"
 	"runtime"
@@ -24,12 +25,18 @@ const (
 // state of its own and hops into a namespace for each visit and out again.
 // Between visits it is in the namespace it began in, so it keeps no other
 // namespace, and none of its mounts, alive.
+//
+// Both sides wait in read(2) on an eventfd and not on a channel: the runtime
+// wakes a goroutine that is locked to a thread by way of another thread, which
+// costs several times what the work of a short visit does. The channels, which
+// nobody ever waits on, carry what is passed.
 type thread struct {
 	work chan task
 	done chan outcome
 
-	self int // O_PATH descriptor of the thread's own directory in /proc
-	home int // the mount namespace it began in
+	wake, woken int // eventfds: there is work, it is done
+	self        int // O_PATH descriptor of the thread's own directory in /proc
+	home        int // the mount namespace it began in
 }
 
 type task struct {
@@ -93,12 +100,17 @@ func (t *thread) giveBack(reusable bool) {
 		}
 		threads.Unlock()
 		close(t.work)
+		post(t.wake)
 	}
+	_ = unix.Close(t.woken) // the thread has posted all it ever will
 	<-slots
 }
 
 func startThread() (*thread, error) {
-	t := &thread{work: make(chan task), done: make(chan outcome, 1), self: -1, home: -1}
+	t := &thread{
+		work: make(chan task, 1), done: make(chan outcome, 1),
+		wake: -1, woken: -1, self: -1, home: -1,
+	}
 	ready := make(chan error, 1)
 	kernel.StartThread(func() {
 		defer t.end() // also when a task ends the goroutine
@@ -109,6 +121,9 @@ func startThread() (*thread, error) {
 		}
 	})
 	if err := <-ready; err != nil {
+		if t.woken >= 0 {
+			_ = unix.Close(t.woken)
+		}
 		return nil, err
 	}
 	return t, nil
@@ -121,12 +136,18 @@ func (t *thread) begin() (err error) {
 	if t.home, err = t.openNamespace(); err != nil {
 		return err
 	}
+	for _, fd := range []*int{&t.wake, &t.woken} {
+		if *fd, err = unix.Eventfd(0, unix.EFD_CLOEXEC); err != nil {
+			return os.NewSyscallError("eventfd", err)
+		}
+	}
 	// setns refuses a thread that shares root and working directory with others.
 	return os.NewSyscallError("unshare", unix.Unshare(unix.CLONE_FS))
 }
 
+// end closes what only the thread uses; woken is the caller's.
 func (t *thread) end() {
-	for _, fd := range []int{t.self, t.home} {
+	for _, fd := range []int{t.wake, t.self, t.home} {
 		if fd >= 0 {
 			_ = unix.Close(fd)
 		}
@@ -144,8 +165,30 @@ func (t *thread) openNamespace() (int, error) {
 }
 
 func (t *thread) serve() {
-	for w := range t.work {
-		if dead := t.perform(w); dead {
+	for {
+		await(t.wake)
+		w, ok := <-t.work
+		if !ok || t.perform(w) {
+			return
+		}
+	}
+}
+
+// post and await pass one signal through an eventfd.
+func post(fd int) {
+	var one [8]byte
+	binary.NativeEndian.PutUint64(one[:], 1)
+	for {
+		if _, err := unix.Write(fd, one[:]); err != unix.EINTR {
+			return
+		}
+	}
+}
+
+func await(fd int) {
+	var count [8]byte
+	for {
+		if _, err := unix.Read(fd, count[:]); err != unix.EINTR {
 			return
 		}
 	}
@@ -162,6 +205,7 @@ func (t *thread) perform(w task) (dead bool) {
 			}
 		}
 		t.done <- o
+		post(t.woken)
 	}()
 	o.err, o.dead = t.run(w)
 	o.exited = false
@@ -187,6 +231,8 @@ func (t *thread) run(w task) (err error, dead bool) {
 // caller's goroutine, and so does a runtime.Goexit.
 func (t *thread) call(w task) (err error, alive bool) {
 	t.work <- w
+	post(t.wake)
+	await(t.woken)
 	o := <-t.done
 	if o.panicked != nil || o.exited {
 		t.giveBack(false)
