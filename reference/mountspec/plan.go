@@ -150,13 +150,14 @@ func (b *planner) make(i int, s *Spec) error {
 		b.filesystem(i, k)
 		b.step(Step{Call: Fsmount, Spec: i, Set: set &^ AttrIDMap})
 	case *BlockDevice:
-		if s.Attributes.Readonly {
-			return unsupported("no mount attribute makes a device read-only for one consumer")
-		}
 		if !b.f.DetachedTrees {
 			return unsupported("a device node made in private needs a kernel that clones from detached mounts")
 		}
 		b.step(Step{Call: OpenDevice, Spec: i, Text: deviceName(k)})
+		if s.Attributes.Readonly {
+			// No mount attribute makes a device read-only: it has to be so.
+			b.step(Step{Call: CheckReadonly, Spec: i, Text: deviceName(k)})
+		}
 		b.step(Step{Call: Fsopen, Spec: i, Key: "tmpfs"})
 		b.step(Step{Call: SetString, Spec: i, Key: "source", Text: "csi-prepare-node"})
 		b.step(Step{Call: Create, Spec: i})

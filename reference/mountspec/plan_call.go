@@ -21,6 +21,8 @@ const (
 	OpenDevice
 	// OpenDeviceExclusive does so with O_EXCL, to see that nothing has it.
 	OpenDeviceExclusive
+	// CheckReadonly asks the open device whether it refuses writes.
+	CheckReadonly
 	// Fsopen begins a filesystem of type Key.
 	Fsopen
 	// SetString gives the superblock the parameter Key with a value.
@@ -37,7 +39,8 @@ const (
 	Clone
 	// CloneMaster makes a detached mount of one the CO holds under a handle id.
 	CloneMaster
-	// Mknod makes a device node in a detached filesystem.
+	// Mknod makes a device node in a detached filesystem, or where the
+	// kernel refuses that finds the node of the host.
 	Mknod
 	// CloneNode makes a detached mount of that node alone.
 	CloneNode
@@ -75,6 +78,7 @@ const (
 var callNames = [...]string{
 	OpenBase: "open base", OpenSource: "open source", CheckSource: "check source",
 	OpenDevice: "open device", OpenDeviceExclusive: "open device exclusively",
+	CheckReadonly: "check read-only",
 	Fsopen: "fsopen", SetString: "fsconfig", SetFlag: "fsconfig",
 	Create: "create superblock", CreateExclusive: "create superblock",
 	Fsmount: "fsmount", Clone: "open_tree", CloneMaster: "open_tree", Mknod: "mknod", CloneNode: "open_tree",
@@ -128,6 +132,8 @@ func (s Step) String() string {
 		return f("open(<device %s>, O_RDONLY|O_CLOEXEC) = device%d; ioctl(device%d, BLKGETDISKSEQ)", s.Text, n, n)
 	case OpenDeviceExclusive:
 		return f("open(<device %s>, O_RDONLY|O_EXCL|O_CLOEXEC) = device%d; ioctl(device%d, BLKGETDISKSEQ); close(device%d)", s.Text, n, n, n)
+	case CheckReadonly:
+		return f("ioctl(device%d, BLKROGET): it refuses writes", n)
 	case Fsopen:
 		return f("fsopen(%q, FSOPEN_CLOEXEC) = fs%d", s.Key, n)
 	case SetString:
@@ -145,7 +151,7 @@ func (s Step) String() string {
 	case CloneMaster:
 		return f("open_tree(<handle %q>, \"\", AT_EMPTY_PATH%s|OPEN_TREE_CLONE|OPEN_TREE_CLOEXEC) = mount%d", s.Text, rec, n)
 	case Mknod:
-		return f("mknodat(mount%d, \"node\", S_IFBLK, makedev(%s)); fchownat; fchmodat", n, s.Text)
+		return f("mknodat(mount%d, \"node\", S_IFBLK, makedev(%s)); fchownat; fchmodat, if EPERM the node of the host instead", n, s.Text)
 	case CloneNode:
 		return f("open_tree(mount%d, \"node\", OPEN_TREE_CLONE|OPEN_TREE_CLOEXEC) = mount%d", n, n)
 	case Setattr:

@@ -91,6 +91,28 @@ func TestPlan(t *testing.T) {
  15  statmount(mount0): 0, private, at target0
 `,
 	}, {
+		name: "a read-only device has to refuse writes itself",
+		specs: []Spec{{
+			Kind: &BlockDevice{Major: 7, Minor: 1, Diskseq: 9}, Attributes: Attributes{Readonly: true},
+		}},
+		f: current,
+		want: `
+  1  open(<device 7:1>, O_RDONLY|O_CLOEXEC) = device0; ioctl(device0, BLKGETDISKSEQ)
+  2  ioctl(device0, BLKROGET): it refuses writes
+  3  fsopen("tmpfs", FSOPEN_CLOEXEC) = fs0
+  4  fsconfig(fs0, FSCONFIG_SET_STRING, "source", "csi-prepare-node", 0)
+  5  fsconfig(fs0, FSCONFIG_CMD_CREATE, NULL, NULL, 0)
+  6  fsmount(fs0, FSMOUNT_CLOEXEC, 0) = mount0
+  7  mknodat(mount0, "node", S_IFBLK, makedev(7:1)); fchownat; fchmodat, if EPERM the node of the host instead
+  8  open_tree(mount0, "node", OPEN_TREE_CLONE|OPEN_TREE_CLOEXEC) = mount0
+  9  mount_setattr(mount0, "", AT_EMPTY_PATH, {set MOUNT_ATTR_RDONLY|MOUNT_ATTR_NOSUID, clear 0, MS_PRIVATE})
+ 10  statx(mount0, "", AT_EMPTY_PATH|AT_STATX_DONT_SYNC, STATX_TYPE|STATX_MNT_ID_UNIQUE)
+ 11  openat2(root, <target>, {O_PATH|O_NOFOLLOW|O_CLOEXEC, RESOLVE_IN_ROOT|RESOLVE_NO_SYMLINKS|RESOLVE_NO_MAGICLINKS}) = target0
+ 12  statx(target0); statmount(mount of target0)
+ 13  move_mount(mount0, "", target0, "", MOVE_MOUNT_F_EMPTY_PATH|MOVE_MOUNT_T_EMPTY_PATH), if the parent is shared mount_setattr(mount0, MS_PRIVATE)
+ 14  statmount(mount0): MOUNT_ATTR_RDONLY|MOUNT_ATTR_NOSUID, private, at target0
+`,
+	}, {
 		name: "with mount(2) alone each mount is narrowed by a second call with the full set",
 		specs: []Spec{
 			{Kind: granted("vol"), Attributes: Attributes{Readonly: true}},
@@ -171,7 +193,6 @@ func TestPlanRefuses(t *testing.T) {
 		{"an id map the plugin does not allow", Spec{Kind: granted("")}, current, Policy{IDMap: true}},
 		{"an id map with mount(2)", Spec{Kind: granted(""), IDMapSupported: true}, Features{}, Policy{IDMap: true}},
 		{"a recursive bind that mount(2) cannot narrow", Spec{Kind: recursive}, Features{}, Policy{}},
-		{"a read-only device", Spec{Kind: &BlockDevice{Major: 7}, Attributes: Attributes{Readonly: true}}, current, Policy{}},
 		{"a device where detached mounts cannot be cloned", Spec{Kind: &BlockDevice{Major: 7}}, older, Policy{}},
 	} {
 		t.Run(test.name, func(t *testing.T) {

@@ -208,6 +208,13 @@ func TestMain(m *testing.M) {
 		}
 		os.Exit(0)
 	}
+	if task, ok := os.LookupEnv(rootless); ok {
+		if err := performRootless(task); err != nil {
+			fmt.Fprintln(os.Stderr, err)
+			os.Exit(1)
+		}
+		os.Exit(0)
+	}
 	os.Exit(m.Run())
 }
 

@@ -3,7 +3,6 @@ package perform
 import (
 	"errors"
 	"fmt"
-	"os"
 	"slices"
 	"strconv"
 	"strings"
@@ -151,97 +150,4 @@ var alwaysShown = map[string][]string{
 func (x *performance) effective(mount int) (options string, readonly bool, err error) {
 	stat, err := statDetached(x.ctx, mount, x.f)
 	return stat.Options, stat.SBFlags&unix.MS_RDONLY != 0, err
-}
-
-// openDevice opens the device and compares number and diskseq on the
-// descriptor, which from then on keeps the number from being given again.
-func (x *performance) openDevice(u *unit, spec *mountspec.Spec, exclusive bool) error {
-	d := deviceOf(spec)
-	name, err := deviceName(d)
-	if err != nil {
-		return err
-	}
-	flags := unix.O_RDONLY | unix.O_NONBLOCK
-	if exclusive {
-		flags |= unix.O_EXCL
-	}
-	fd, err := open(unix.AT_FDCWD, "/dev/"+name, flags)
-	if errors.Is(err, unix.EBUSY) {
-		return fmt.Errorf("%w: it is in use: %w", ErrParameters, err)
-	}
-	if err != nil {
-		return err
-	}
-	u.device = fd
-	var st unix.Stat_t
-	if err := unix.Fstat(fd, &st); err != nil {
-		return err
-	}
-	if st.Mode&unix.S_IFMT != unix.S_IFBLK || unix.Major(st.Rdev) != d.Major || unix.Minor(st.Rdev) != d.Minor {
-		return fmt.Errorf("%w: /dev/%s is not block device %d:%d", ErrDevice, name, d.Major, d.Minor)
-	}
-	if err := checkDiskseq(fd, d); err != nil {
-		return err
-	}
-	if exclusive {
-		closeFD(&u.device) // it would keep the filesystem from taking the device
-	}
-	return nil
-}
-
-func deviceOf(spec *mountspec.Spec) *mountspec.BlockDevice {
-	if k, ok := spec.Kind.(*mountspec.Filesystem); ok {
-		return k.Device
-	}
-	return spec.Kind.(*mountspec.BlockDevice)
-}
-
-// deviceName returns the name the kernel has for the device, in /dev.
-func deviceName(d *mountspec.BlockDevice) (string, error) {
-	path := fmt.Sprintf("/sys/dev/block/%d:%d/uevent", d.Major, d.Minor)
-	text, err := os.ReadFile(path)
-	if err != nil {
-		return "", fmt.Errorf("%w: %d:%d is not in sysfs: %w", ErrDevice, d.Major, d.Minor, err)
-	}
-	for line := range strings.SplitSeq(string(text), "\n") {
-		if name, ok := strings.CutPrefix(line, "DEVNAME="); ok {
-			return name, nil
-		}
-	}
-	return "", fmt.Errorf("%w: %d:%d has no name in %s", ErrDevice, d.Major, d.Minor, path)
-}
-
-func checkDiskseq(fd int, d *mountspec.BlockDevice) error {
-	if d.Diskseq == 0 {
-		return nil // the plugin does not know it
-	}
-	seq, err := kernel.Diskseq(fd)
-	if err != nil {
-		return err
-	}
-	if seq != d.Diskseq {
-		return fmt.Errorf("%w: %d:%d has diskseq %d, want %d: the number is another device's by now", ErrDevice, d.Major, d.Minor, seq, d.Diskseq)
-	}
-	return nil
-}
-
-// mknod makes the device node in a filesystem that nobody else sees.
-func (x *performance) mknod(u *unit, spec *mountspec.Spec) error {
-	d := spec.Kind.(*mountspec.BlockDevice)
-	mode := uint32(x.o.NodeMode.Perm())
-	if mode == 0 {
-		mode = 0o600
-	}
-	if err := unix.Mknodat(u.node, "node", unix.S_IFBLK|mode, int(unix.Mkdev(d.Major, d.Minor))); err != nil {
-		return err
-	}
-	if err := unix.Fchownat(u.node, "node", x.o.NodeUID, x.o.NodeGID, unix.AT_SYMLINK_NOFOLLOW); err != nil {
-		return err
-	}
-	return unix.Fchmodat(u.node, "node", mode, 0) // mknod applies the umask
-}
-
-func (x *performance) cloneNode(u *unit) (err error) {
-	u.mount, err = kernel.OpenTree(u.node, "node", unix.OPEN_TREE_CLONE|unix.AT_SYMLINK_NOFOLLOW)
-	return err
 }

@@ -48,7 +48,9 @@ type Options struct {
 	// nothing. It must not be the initial one.
 	IDMap *os.File
 	// NodeUID, NodeGID and NodeMode are the owner and permission bits of
-	// the node of a BLOCK_DEVICE; a zero mode is 0600.
+	// the node of a BLOCK_DEVICE; a zero mode is 0600. Outside the initial
+	// user namespace the node is the host's and so are these; where others
+	// are set, performing fails.
 	NodeUID, NodeGID int
 	NodeMode         os.FileMode
 	// Timeout bounds each step that waits for a server or a device, and is

@@ -46,6 +46,7 @@ type unit struct {
 
 	fs       *kernel.FSContext
 	reuse    bool // the superblock was there before
+	hostNode bool // node is the host's own of the device
 	remote   bool // its filesystem asks a server
 	id       uint64
 	parentID uint64 // the mount this one is attached to
@@ -152,6 +153,8 @@ func (x *performance) step(s *mountspec.Step) error {
 		return x.cloneMaster(u, s)
 	case mountspec.OpenDevice, mountspec.OpenDeviceExclusive:
 		return x.openDevice(u, spec, s.Call == mountspec.OpenDeviceExclusive)
+	case mountspec.CheckReadonly:
+		return checkReadonly(u, spec)
 	case mountspec.Fsopen, mountspec.SetString, mountspec.SetFlag,
 		mountspec.Create, mountspec.CreateExclusive, mountspec.Fsmount:
 		return x.filesystem(u, spec, s)
@@ -257,7 +260,7 @@ func (x *performance) rollback(cause error) error {
 
 // close closes whatever the performance holds open: of what is not attached,
 // nothing is left. Descriptors opened one after another are most often
-// neighbours, and then one call closes them all.
+// neighbours, and then one call closes many.
 func (x *performance) close() {
 	var room [32]int
 	fds := room[:0]
@@ -280,15 +283,20 @@ func (x *performance) close() {
 	closeAll(fds)
 }
 
+// closeAll closes descriptors, with one call for each row of neighbours.
 func closeAll(fds []int) {
-	if len(fds) > 1 {
-		first, last := slices.Min(fds), slices.Max(fds)
-		if last-first == len(fds)-1 && unix.CloseRange(uint(first), uint(last), 0) == nil {
-			return
+	slices.Sort(fds)
+	for len(fds) > 0 {
+		n := 1
+		for n < len(fds) && fds[n] == fds[0]+n {
+			n++
 		}
-	}
-	for _, fd := range fds {
-		_ = unix.Close(fd)
+		if n == 1 || unix.CloseRange(uint(fds[0]), uint(fds[n-1]), 0) != nil {
+			for _, fd := range fds[:n] {
+				_ = unix.Close(fd)
+			}
+		}
+		fds = fds[n:]
 	}
 }
 
