@@ -79,7 +79,7 @@ var callNames = [...]string{
 	OpenBase: "open base", OpenSource: "open source", CheckSource: "check source",
 	OpenDevice: "open device", OpenDeviceExclusive: "open device exclusively",
 	CheckReadonly: "check read-only",
-	Fsopen: "fsopen", SetString: "fsconfig", SetFlag: "fsconfig",
+	Fsopen:        "fsopen", SetString: "fsconfig", SetFlag: "fsconfig",
 	Create: "create superblock", CreateExclusive: "create superblock",
 	Fsmount: "fsmount", Clone: "open_tree", CloneMaster: "open_tree", Mknod: "mknod", CloneNode: "open_tree",
 	Setattr: "mount_setattr", Identify: "statx mount",
