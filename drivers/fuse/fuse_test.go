@@ -177,7 +177,7 @@ func TestNobodyWaitsForASuccessorForEver(t *testing.T) {
 	h, err := s.call(key)
 	s.must(err)
 	s.inConsumer(func() error {
-		err := fusemount.Replace(t.Context(), h.Mount, s.point("p"))
+		err := fusemount.Replace(t.Context(), h.Mount, s.point("p"), nil)
 		if err == nil {
 			_, err = os.ReadDir(s.point("p"))
 		}

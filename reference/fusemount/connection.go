@@ -79,32 +79,65 @@ func abort(mount int) error {
 	if err != nil {
 		return err
 	}
-	fs, err := kernel.OpenFS("fusectl")
+	c, err := OpenControl(number)
 	if err != nil {
 		return err
+	}
+	defer c.Close()
+	return c.Abort()
+}
+
+// Control ends one connection, and never another: it stays that of its
+// connection when the number is given to a new one. It keeps neither the
+// connection nor a mount, so that a server sees the end of its last mount.
+type Control struct {
+	file *os.File // nil if the connection had ended
+}
+
+// OpenControl opens the control of the connection with a number: the minor
+// device number of a mount of it. The caller sees to it that the mount is there
+// before and after the call, since only so long the number is that connection's.
+func OpenControl(number uint32) (*Control, error) {
+	fs, err := kernel.OpenFS("fusectl")
+	if err != nil {
+		return nil, err
 	}
 	defer func() { _ = fs.Close() }()
 	if err := fs.Create(); err != nil {
-		return err
+		return nil, err
 	}
 	control, err := fs.Mount(unix.MOUNT_ATTR_NOSUID | unix.MOUNT_ATTR_NODEV | unix.MOUNT_ATTR_NOEXEC)
 	if err != nil {
-		return err
+		return nil, err
 	}
 	defer unix.Close(control)
 	name := strconv.FormatUint(uint64(number), 10) + "/abort"
 	fd, err := unix.Openat(control, name, unix.O_WRONLY|unix.O_CLOEXEC|unix.O_NOFOLLOW, 0)
 	if errors.Is(err, unix.ENOENT) {
-		return nil // it has ended; an ended connection has no entry
+		return &Control{}, nil // an ended connection has no entry
 	}
 	if err != nil {
-		return &os.PathError{Op: "openat", Path: name, Err: err}
+		return nil, &os.PathError{Op: "openat", Path: name, Err: err}
 	}
-	defer unix.Close(fd)
-	if _, err := unix.Write(fd, []byte("1")); err != nil {
-		return &os.PathError{Op: "write", Path: name, Err: err}
+	return &Control{os.NewFile(uintptr(fd), "abort")}, nil
+}
+
+// Abort ends the connection, as the function Abort does. One that has ended is
+// no error.
+func (c *Control) Abort() error {
+	if c.file == nil {
+		return nil
 	}
-	return nil
+	_, err := c.file.WriteString("1")
+	return err
+}
+
+// Close lets go of the control.
+func (c *Control) Close() error {
+	if c.file == nil {
+		return nil
+	}
+	return c.file.Close()
 }
 
 // ofMount is the number of the connection behind a mount: the minor number of

@@ -197,6 +197,67 @@ func TestAnAbortLeavesOthersAlone(t *testing.T) {
 	m.Close()
 }
 
+func TestAControlKeepsNoMountAndFollowsNoNumber(t *testing.T) {
+	device, m := mount(t, Policy{}, request)
+	number, err := ofMount(int(m.Fd()))
+	if err != nil {
+		t.Fatal(err)
+	}
+	c, err := OpenControl(number)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer c.Close()
+	m.Close()
+	if _, err := device.Read(make([]byte, 1<<20)); !errors.Is(err, unix.ENODEV) {
+		t.Fatalf("the server of a mount that is gone reads: %v", err)
+	}
+	device.Close()
+	// The numbers of later connections: the kernel gives a free one again.
+	var next *os.File
+	for range 1 << 12 {
+		d, m := mount(t, Policy{}, request)
+		if n, err := ofMount(int(m.Fd())); err != nil || n != number {
+			m.Close()
+			d.Close()
+			continue
+		}
+		serve(t, d)
+		d.Close()
+		next = m
+		break
+	}
+	if err := c.Abort(); err != nil {
+		t.Error(err)
+	}
+	if next == nil {
+		t.Skip("the kernel did not give the number again")
+	}
+	if err := Prove(t.Context(), next); err != nil {
+		t.Errorf("another connection of that number was aborted: %v", err)
+	}
+	next.Close()
+}
+
+func TestAControlAborts(t *testing.T) {
+	_, m := mount(t, Policy{}, request)
+	number, err := ofMount(int(m.Fd()))
+	if err != nil {
+		t.Fatal(err)
+	}
+	c, err := OpenControl(number)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer c.Close()
+	if err := c.Abort(); err != nil {
+		t.Fatal(err)
+	}
+	if err := Prove(t.Context(), m); !errors.Is(err, unix.ENOTCONN) {
+		t.Errorf("got %v", err)
+	}
+}
+
 func TestAbortWantsAFUSEMount(t *testing.T) {
 	needFUSE(t)
 	f, err := os.Open(t.TempDir())
@@ -261,12 +322,12 @@ func TestADeadMountIsReplaced(t *testing.T) {
 		if err := kernel.MoveMountAt(clone, "", unix.AT_FDCWD, dir, 0); err != nil {
 			return err
 		}
-		if err := Replace(soon(t), m, dir); !errors.Is(err, context.DeadlineExceeded) {
+		if err := Replace(soon(t), m, dir, nil); !errors.Is(err, context.DeadlineExceeded) {
 			t.Errorf("of a server that hangs: %v", err)
 		}
 		before := ids()
 		device.Close()
-		if err := Replace(t.Context(), m, dir); err != nil {
+		if err := Replace(t.Context(), m, dir, nil); err != nil {
 			return err
 		}
 		_, err = os.ReadDir(dir)
@@ -274,7 +335,7 @@ func TestADeadMountIsReplaced(t *testing.T) {
 		if len(before) != 1 || len(after) != 1 || after[0].ID == before[0].ID || after[0].Attr != before[0].Attr {
 			t.Errorf("before %v, after %v", before, after)
 		}
-		if err := Replace(t.Context(), m, dir); !errors.Is(err, unix.EBUSY) {
+		if err := Replace(t.Context(), m, dir, nil); !errors.Is(err, unix.EBUSY) {
 			t.Errorf("of a server that lives: %v", err)
 		}
 		return err

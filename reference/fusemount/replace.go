@@ -17,22 +17,25 @@ import (
 // open there stays ENOTCONN; what they open afterwards is served. It has to be
 // called in the namespace of path, by whoever attached what is there.
 //
+// before, unless nil, is told the unique ids of the mount to be taken away and
+// of the one to be attached; if it fails, nothing is done.
+//
 // A mount at path that is served is EBUSY; one whose server does not answer is
 // left alone too, when ctx ends. An id-mapped one is EINVAL, since its mapping
 // cannot be read. Linux 6.8.
-func Replace(ctx context.Context, mount *os.File, path string) error {
+func Replace(ctx context.Context, mount *os.File, path string, before func(dead, clone uint64) error) error {
 	raw, err := mount.SyscallConn()
 	if err != nil {
 		return err
 	}
-	cerr := raw.Control(func(fd uintptr) { err = replace(ctx, int(fd), path) })
+	cerr := raw.Control(func(fd uintptr) { err = replace(ctx, int(fd), path, before) })
 	if err := errors.Join(cerr, err); err != nil {
 		return fmt.Errorf("fusemount: replace: %w", err)
 	}
 	return nil
 }
 
-func replace(ctx context.Context, mount int, path string) error {
+func replace(ctx context.Context, mount int, path string, before func(dead, clone uint64) error) error {
 	dead, err := kernel.OpenTree(unix.AT_FDCWD, path, unix.AT_SYMLINK_NOFOLLOW)
 	if err != nil {
 		return err
@@ -60,6 +63,15 @@ func replace(ctx context.Context, mount int, path string) error {
 	attr := unix.MountAttr{Attr_set: ms.Attr, Attr_clr: unix.MOUNT_ATTR__ATIME, Propagation: unix.MS_PRIVATE}
 	if err := kernel.MountSetattr(clone, &attr, false); err != nil {
 		return err
+	}
+	if before != nil {
+		cloneID, err := kernel.UniqueID(clone, "")
+		if err != nil {
+			return err
+		}
+		if err := before(id, cloneID); err != nil {
+			return err
+		}
 	}
 	if err := kernel.MoveMount(clone, dead, kernel.MoveMountBeneath); err != nil {
 		return err

@@ -38,6 +38,8 @@ type Handle struct {
 	// Resumable is true if operations may wait for a later process after the
 	// serving one died.
 	Resumable bool
+	// Shared is true if another preparation of the volume has the mount too.
+	Shared bool
 	// Server is who serves, for diagnostics.
 	Server Peer
 	// Gone is closed when that process closes its connection. It is nil for
@@ -131,7 +133,7 @@ func (c *Call) Finish(ids ...string) ([]Handle, error) {
 			c.end()
 			return nil, &HandleError{c.key, id, ErrNotServing}
 		}
-		v := Handle{ID: id, Mount: h.mount, FUSE: h.fuse, Resumable: h.request.Resumable}
+		v := Handle{ID: id, Mount: h.mount, FUSE: h.fuse, Resumable: h.request.Resumable, Shared: len(h.users) > 1}
 		if h.server != nil {
 			v.Server, v.Gone = h.server.peer, h.gone
 		}

@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"log/slog"
 	"os"
+	"slices"
 	"sync"
 	"time"
 )
@@ -187,6 +188,19 @@ func (l *Listener) Release(key Key) {
 	}
 	for id := range l.handles[key] {
 		l.forget(key, id)
+	}
+}
+
+// Keep lets go of every handle of a preparation but those named. It is for a
+// repeat whose answer is not needed, or has replaced what was there. Between
+// calls only: what a pending one brought is its own.
+func (l *Listener) Keep(key Key, ids ...string) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	for id := range l.handles[key] {
+		if !slices.Contains(ids, id) {
+			l.forget(key, id)
+		}
 	}
 }
 

@@ -228,6 +228,29 @@ func (m *Mount) Clone(ctx context.Context, recursive bool) (fd int, err error) {
 // master's.
 func (m *Mount) File() *os.File { return m.file }
 
+// Files are what another process needs to clone the mount: its descriptor, and
+// that of the namespace it can be cloned in, nil for any. Both stay the
+// master's. The other process makes a master of them with Inherited.
+func (m *Mount) Files() (mount, namespace *os.File) {
+	if m.ns == nil {
+		return m.file, nil
+	}
+	return m.file, m.ns.File()
+}
+
+// Inherited is the master behind the Files of another process, which are its
+// own from now on, error or not.
+func Inherited(mount, namespace *os.File) (*Mount, error) {
+	if namespace == nil {
+		return Made(mount), nil
+	}
+	ns, err := mountns.FromFile(namespace)
+	if err != nil {
+		return nil, errors.Join(fmt.Errorf("master: %w", err), mount.Close())
+	}
+	return &Mount{file: mount, ns: ns}, nil
+}
+
 // Close lets go of a received mount; of one that was Made there is nothing to
 // let go. Clones live on.
 func (m *Mount) Close() error {
