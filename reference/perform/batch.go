@@ -111,8 +111,7 @@ func (b *batch) move(i int) error {
 	if err := b.ctx.Err(); err != nil {
 		return &Error{i, "unmount", err}
 	}
-	from := b.where(r)
-	fd, id, err := openMount(from)
+	fd, id, err := openMount(b.where(r))
 	if err != nil || id != r.MountID {
 		if fd >= 0 {
 			_ = unix.Close(fd)
@@ -149,22 +148,24 @@ func (b *batch) move(i int) error {
 	return nil
 }
 
-// where is the path of a receipt's mount now that what held it may be in the
-// trash.
-func (b *batch) where(r *Receipt) string {
+// where is the path of a receipt's mount, and the directory it starts from,
+// now that what held it may be in the trash.
+func (b *batch) where(r *Receipt) (dir int, path string) {
 	for i := range b.moved {
 		m := &b.moved[i]
-		rest, ok := strings.CutPrefix(r.Target, b.receipts[m.receipt].Target+"/")
-		if ok && m.id == r.ParentID {
-			return b.path + m.place + "/" + rest
+		if m.id != r.ParentID {
+			continue
+		}
+		if rest, ok := strings.CutPrefix(r.Target, b.receipts[m.receipt].Target+"/"); ok {
+			return b.fd, m.place + "/" + rest
 		}
 	}
-	return r.Target
+	return unix.AT_FDCWD, r.Target
 }
 
 // openMount opens the mount that path leads to, and tells its id.
-func openMount(path string) (int, uint64, error) {
-	fd, err := open(unix.AT_FDCWD, path, unix.O_PATH|unix.O_NOFOLLOW)
+func openMount(dir int, path string) (int, uint64, error) {
+	fd, err := open(dir, path, unix.O_PATH|unix.O_NOFOLLOW)
 	if err != nil {
 		return -1, 0, err
 	}
@@ -216,7 +217,7 @@ func (b *batch) stuck(m *movedMount, err error) error {
 
 // moveBack attaches the mount open at fd where it was, with what is on it.
 func (b *batch) moveBack(fd int, m *movedMount) error {
-	to, id, err := openMount(b.receipts[m.receipt].Target)
+	to, id, err := openMount(unix.AT_FDCWD, b.receipts[m.receipt].Target)
 	if err != nil {
 		return err
 	}
