@@ -6,10 +6,10 @@ import (
 	"fmt"
 	"os"
 	"strconv"
-	"strings"
 
 	"golang.org/x/sys/unix"
 
+	"github.com/csi-prepare/csi-prepare/reference/handoff"
 	"github.com/csi-prepare/csi-prepare/reference/kernel"
 )
 
@@ -167,28 +167,9 @@ func Same(device, mount *os.File) (bool, error) {
 	if err := errors.Join(cerr, err); err != nil {
 		return false, fmt.Errorf("fusemount: %w", err)
 	}
-	other, err := ofDevice(device)
+	other, err := handoff.ConnectionOf(device)
 	if err != nil {
 		return false, fmt.Errorf("fusemount: %w", err)
 	}
 	return number == other, nil
-}
-
-func ofDevice(device *os.File) (number uint32, err error) {
-	raw, err := device.SyscallConn()
-	if err != nil {
-		return 0, err
-	}
-	var text []byte
-	cerr := raw.Control(func(fd uintptr) { text, err = os.ReadFile(fmt.Sprintf("/proc/self/fdinfo/%d", fd)) })
-	if err := errors.Join(cerr, err); err != nil {
-		return 0, err
-	}
-	for line := range strings.Lines(string(text)) {
-		if value, ok := strings.CutPrefix(line, "fuse_connection:"); ok {
-			n, err := strconv.ParseUint(strings.TrimSpace(value), 10, 32)
-			return uint32(n), err
-		}
-	}
-	return 0, errors.New("the descriptor is of no FUSE connection")
 }

@@ -73,23 +73,24 @@ func (e *HandleError) Error() string {
 func (e *HandleError) Unwrap() error { return e.Err }
 
 // Begin registers a call that is about to be made. When ctx ends before
-// Finish, the call is dropped. One call a preparation may be pending.
+// Finish, the call is dropped. Several calls of one preparation may be pending:
+// each has a token of its own.
 func (l *Listener) Begin(ctx context.Context, key Key) (*Call, error) {
 	c := &Call{l: l, key: key, token: make([]byte, 32), brought: make(map[string]struct{})}
 	_, _ = rand.Read(c.token) // it ends the program rather than fail
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	switch {
-	case l.closed:
+	if l.closed {
 		return nil, ErrClosed
-	case l.calls[key] != nil:
-		return nil, fmt.Errorf("handoff: a call of %s is pending already", key)
 	}
 	var cancel context.CancelFunc
 	c.ctx, cancel = context.WithCancel(ctx)
 	watched := context.AfterFunc(ctx, c.Drop)
 	c.stop = func() { watched(); cancel() }
-	l.calls[key] = c
+	if l.calls[key] == nil {
+		l.calls[key] = make(map[*Call]struct{})
+	}
+	l.calls[key][c] = struct{}{}
 	return c, nil
 }
 
@@ -140,10 +141,17 @@ func (c *Call) Finish(ids ...string) ([]Handle, error) {
 		handles = append(handles, v)
 	}
 	for _, id := range ids {
-		delete(c.brought, id)
+		l.keep(c.key, id)
 	}
 	c.end()
 	return handles, nil
+}
+
+// keep makes a handle outlive the calls that brought it. The caller holds l.mu.
+func (l *Listener) keep(key Key, id string) {
+	for c := range l.calls[key] {
+		delete(c.brought, id)
+	}
 }
 
 // Drop ends a call that failed or whose answer is not wanted: everything that
@@ -163,7 +171,10 @@ func (c *Call) end() {
 	}
 	c.ended = true
 	c.stop()
-	delete(c.l.calls, c.key)
+	delete(c.l.calls[c.key], c)
+	if len(c.l.calls[c.key]) == 0 {
+		delete(c.l.calls, c.key)
+	}
 	for id := range c.brought {
 		c.l.forget(c.key, id)
 	}
@@ -182,13 +193,15 @@ func (c *Call) end() {
 func (l *Listener) admit(k *connection, key Key, token []byte) *Call {
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	c := l.calls[key]
-	if c == nil || subtle.ConstantTimeCompare(c.token, token) != 1 {
-		return nil
+	for c := range l.calls[key] {
+		if subtle.ConstantTimeCompare(c.token, token) != 1 {
+			continue
+		}
+		if c.messages++; c.messages > maxMessages {
+			return nil
+		}
+		k.calls[c] = struct{}{}
+		return c
 	}
-	if c.messages++; c.messages > maxMessages {
-		return nil
-	}
-	k.calls[c] = struct{}{}
-	return c
+	return nil
 }

@@ -8,7 +8,6 @@ import (
 	"os"
 	"time"
 
-	"golang.org/x/sys/unix"
 	"google.golang.org/grpc/codes"
 
 	pb "github.com/csi-prepare/csi-prepare/spec/preparev1alpha1"
@@ -311,8 +310,14 @@ func (k *connection) deposit(c *Call, id string, device *os.File, s Session) err
 	if err := IsFUSEDevice(device); err != nil {
 		return refused(refuse(codes.InvalidArgument, "deposit: %v", err))
 	}
-	if err := s.check("deposit", true); err != nil {
+	if err := s.check("deposit", false); err != nil {
 		return refused(err)
+	}
+	l.mu.Lock()
+	done, err := k.depositAgain(c, id, device, s)
+	l.mu.Unlock()
+	if done {
+		return err
 	}
 	ctx, cancel := context.WithTimeout(c.ctx, l.config.Step)
 	defer cancel()
@@ -323,53 +328,62 @@ func (k *connection) deposit(c *Call, id string, device *os.File, s Session) err
 
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	h := l.sameMount(c.key.VolumeID, mount)
-	if h != nil { // another preparation's deposit of the connection they share
-		_ = device.Close()
+	if done, err := k.depositAgain(c, id, device, s); done {
 		_ = mount.Close()
-	} else {
-		h = newHandle()
-		h.fuse, h.request.Resumable = true, true
-		h.device, h.mount = device, mount
-	}
-	if err := c.reserve(id, h); err != nil {
-		if len(h.users) == 0 {
-			_ = mount.Close()
-			_ = device.Close()
-		}
 		return err
 	}
-	if old := h.server; old != nil && old != k {
-		delete(old.serves, h)
+	h := newHandle()
+	// Whoever cannot tell INIT is not able to have it repeated.
+	h.fuse, h.request.Resumable = true, len(s.Init) > 0
+	h.device, h.mount = device, mount
+	if err := c.reserve(id, h); err != nil {
+		_ = mount.Close()
+		return refused(err)
 	}
 	l.serve(h, k, s)
 	return nil
 }
 
-// sameMount finds the deposited handle of the volume whose mount is of the
-// same superblock. The device number is compared while both are held, so it
-// cannot have been given again. The caller holds l.mu.
-func (l *Listener) sameMount(volumeID string, mount *os.File) *handle {
-	dev, ok := device(mount)
+// depositAgain is for a deposit of a connection that the CO holds: for this
+// preparation, whose call was under way when another one brought it, or for
+// another preparation of the volume that shares the mount. The caller holds
+// l.mu; the device is closed if it is done.
+func (k *connection) depositAgain(c *Call, id string, device *os.File, s Session) (done bool, err error) {
+	l := k.l
+	h := l.holds(c.key.VolumeID, device)
+	if h == nil {
+		return false, nil
+	}
+	defer func() { _ = device.Close() }()
+	if h.request.Resumable != (len(s.Init) > 0) {
+		return true, refuse(codes.FailedPrecondition, "deposit.fuse_init: is to be set for a mount that was requested as resumable, and for no other")
+	}
+	if l.handles[c.key][id] != h {
+		if err := c.reserve(id, h); err != nil {
+			return true, err
+		}
+	}
+	l.serve(h, k, s)
+	return true, nil
+}
+
+// holds finds the handle of the volume whose connection a device is of. Both
+// are held, so that neither number can have come to mean another connection.
+// The caller holds l.mu.
+func (l *Listener) holds(volumeID string, device *os.File) *handle {
+	number, err := ConnectionOf(device)
+	if err != nil {
+		return nil
+	}
 	for key, byID := range l.handles {
 		for _, h := range byID {
-			if key.VolumeID != volumeID || !h.fuse || h.phase == ended || h.mount == nil {
+			if key.VolumeID != volumeID || !h.fuse || h.mount == nil || h.phase == ended {
 				continue
 			}
-			if other, known := device(h.mount); ok && known && dev == other {
+			if other, err := connectionBehind(h.mount); err == nil && other == number {
 				return h
 			}
 		}
 	}
 	return nil
-}
-
-// device is the number of the filesystem a mount is of, without asking a
-// server that may not answer.
-func device(mount *os.File) (dev uint64, ok bool) {
-	var st unix.Statx_t
-	if err := statx(mount, &st); err != nil {
-		return 0, false
-	}
-	return unix.Mkdev(st.Dev_major, st.Dev_minor), true
 }

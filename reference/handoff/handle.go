@@ -162,9 +162,14 @@ func (l *Listener) serve(h *handle, k *connection, s Session) {
 // take makes k the connection of the process that serves h. The caller holds
 // l.mu.
 func (k *connection) take(h *handle) {
-	if h.server != k {
-		h.server, h.gone = k, make(chan struct{})
+	switch h.server {
+	case k:
+	case nil:
+		h.gone = make(chan struct{})
+	default: // the same process over another connection: it is not gone
+		delete(h.server.serves, h)
 	}
+	h.server = k
 	k.serves[h] = struct{}{}
 }
 
@@ -188,9 +193,7 @@ func (l *Listener) lost(h *handle) {
 	switch h.phase {
 	case mounting: // it never served
 		for u := range h.users {
-			if c := l.calls[u.key]; c != nil {
-				delete(c.brought, u.id)
-			}
+			l.keep(u.key, u.id)
 			l.forget(u.key, u.id)
 		}
 		return

@@ -181,14 +181,19 @@ func TestARepeatedCallNamesWhatIsHeld(t *testing.T) {
 	r.settle(2) // a failed repeat takes nothing away
 }
 
-func TestOneCallAPreparation(t *testing.T) {
+func TestCallsOfOnePreparationAtOneTime(t *testing.T) {
 	r := newRig(t, nil)
-	c := r.begin(preparation)
-	if _, err := r.Begin(t.Context(), preparation); err == nil {
-		t.Error("two pending calls of one preparation")
+	one, other := r.begin(preparation), r.begin(preparation)
+	conn := r.serve(one, "f", resumable())
+	if err := r.dial(other).Offer(t.Context(), "f", detachedTmpfs(t)); code(err) != codes.AlreadyExists {
+		t.Errorf("an id of the other call: %v", err)
 	}
-	c.Drop()
-	r.begin(preparation).Drop()
+	if h := finish(t, other, "f"); !h[0].FUSE { // its answer names what the other one brought
+		t.Errorf("handle: %+v", h[0])
+	}
+	one.Drop()
+	r.settle(3) // and so keeps it
+	conn.Close()
 }
 
 func TestASuccessorResumes(t *testing.T) {
@@ -396,26 +401,50 @@ func TestADeadServerIsSharedWithNobody(t *testing.T) {
 }
 
 func TestADepositStandsForWhatTheCOLost(t *testing.T) {
-	mount := detachedTmpfs(t)
-	defer mount.Close()
+	device, mount := mounted(t)
+	adopted := 0
 	r := newRig(t, func(c *Config) {
-		c.Adopt = func(context.Context, Key, string, *os.File) (*os.File, error) { return duplicate(mount) }
+		c.Adopt = func(context.Context, Key, string, *os.File) (*os.File, error) {
+			adopted++
+			return duplicate(mount)
+		}
 	})
 	other := Key{"v1", "p2"}
 	var server *Conn
-	for _, key := range []Key{preparation, other} { // the two share a mount
+	var gone []<-chan struct{}
+	// The two share a mount, and one is asked again before it knew.
+	for _, key := range []Key{preparation, other, preparation} {
 		c := r.begin(key)
+		last := server
 		server = r.dial(c)
-		device := openFUSE(t)
 		if err := server.Deposit(t.Context(), "f", device, session); err != nil {
 			t.Fatal(err)
 		}
-		device.Close()
-		if h := finish(t, c, "f"); !h[0].Resumable {
+		if last != nil {
+			last.Close()
+		}
+		h := finish(t, c, "f")
+		if !h[0].Resumable {
 			t.Errorf("handle: %+v", h[0])
 		}
+		gone = append(gone, h[0].Gone)
 	}
 	r.settle(3)
+	if adopted != 1 {
+		t.Errorf("%d mounts were looked for", adopted)
+	}
+	for _, g := range gone {
+		select {
+		case <-g:
+			t.Error("a server that went over to another connection is gone")
+		default:
+		}
+	}
+	if c := r.begin(preparation); code(r.dial(c).Deposit(t.Context(), "g", device, Session{})) != codes.FailedPrecondition {
+		t.Error("what can be resumed was deposited as if it could not")
+	} else {
+		c.Drop()
+	}
 	server.Close()
 	r.notice()
 	r.notice()
@@ -430,6 +459,26 @@ func TestADepositStandsForWhatTheCOLost(t *testing.T) {
 	}
 }
 
+func TestADepositWithoutINIT(t *testing.T) {
+	device, mount := mounted(t)
+	r := newRig(t, func(c *Config) {
+		c.Adopt = func(context.Context, Key, string, *os.File) (*os.File, error) { return duplicate(mount) }
+	})
+	c := r.begin(preparation)
+	server := r.dial(c)
+	if err := server.Deposit(t.Context(), "f", device, Session{}); err != nil {
+		t.Fatal(err)
+	}
+	if h := finish(t, c, "f"); h[0].Resumable {
+		t.Errorf("handle: %+v", h[0])
+	}
+	r.settle(2) // no device: it would make a hang of the server's death
+	server.Close()
+	if n := r.notice(); !n.Until.IsZero() {
+		t.Errorf("its end is not final: %+v", n)
+	}
+}
+
 func TestADepositOfTheWrongThing(t *testing.T) {
 	r := newRig(t, nil)
 	c := r.begin(preparation)
@@ -441,9 +490,6 @@ func TestADepositOfTheWrongThing(t *testing.T) {
 	defer null.Close()
 	if err := conn.Deposit(t.Context(), "f", null, session); code(err) != codes.InvalidArgument {
 		t.Errorf("deposit of /dev/null: %v", err)
-	}
-	if err := conn.Deposit(t.Context(), "f", openFUSE(t), Session{}); code(err) != codes.InvalidArgument {
-		t.Errorf("deposit without INIT: %v", err)
 	}
 	c.Drop()
 	r.settle(0)

@@ -4,6 +4,8 @@ import (
 	"errors"
 	"fmt"
 	"os"
+	"strconv"
+	"strings"
 
 	"golang.org/x/sys/unix"
 	"google.golang.org/grpc/codes"
@@ -66,6 +68,41 @@ func IsFUSEDevice(f *os.File) error {
 		return errors.New("the descriptor has to be /dev/fuse (character device 10:229), open for reading and writing")
 	}
 	return nil
+}
+
+// ConnectionOf is the number of the FUSE connection a device is of, as
+// /proc/self/fdinfo has it. It is good for as long as the device is held:
+// numbers are given again.
+func ConnectionOf(device *os.File) (number uint32, err error) {
+	raw, err := device.SyscallConn()
+	if err != nil {
+		return 0, err
+	}
+	var text []byte
+	cerr := raw.Control(func(fd uintptr) { text, err = os.ReadFile(fmt.Sprintf("/proc/self/fdinfo/%d", fd)) })
+	if err := errors.Join(cerr, err); err != nil {
+		return 0, err
+	}
+	for line := range strings.Lines(string(text)) {
+		if value, ok := strings.CutPrefix(line, "fuse_connection:"); ok {
+			n, err := strconv.ParseUint(strings.TrimSpace(value), 10, 32)
+			return uint32(n), err
+		}
+	}
+	return 0, errors.New("the descriptor is of no FUSE connection")
+}
+
+// connectionBehind is the number of the connection behind a FUSE mount: the
+// minor number of its device.
+func connectionBehind(mount *os.File) (uint32, error) {
+	var st unix.Statx_t
+	if err := statx(mount, &st); err != nil {
+		return 0, err
+	}
+	if st.Dev_major != 0 {
+		return 0, errors.New("it is no mount of a FUSE connection")
+	}
+	return st.Dev_minor, nil
 }
 
 func fileFlags(f *os.File) (flags int, err error) {

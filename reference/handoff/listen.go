@@ -28,7 +28,9 @@ type Config struct {
 	// Adopt is asked about a device a Plugin deposits after the CO lost its
 	// own: it returns a clone of a mount of the preparation whose connection
 	// is that of the device, or an error. The device is borrowed, the mount
-	// is the Listener's afterwards. Nil refuses every deposit.
+	// is the Listener's afterwards. It is not asked if the Listener has the
+	// mount already, for this preparation or another of the volume. Nil
+	// refuses every deposit.
 	Adopt func(ctx context.Context, key Key, handleID string, device *os.File) (mount *os.File, err error)
 
 	// Abort ends the connection behind mount, and no other, when a resumable
@@ -75,7 +77,7 @@ type Listener struct {
 
 	mu          sync.Mutex
 	closed      bool
-	calls       map[Key]*Call
+	calls       map[Key]map[*Call]struct{}
 	connections map[*connection]struct{}
 	handles     map[Key]map[string]*handle
 	shared      map[shared]*handle
@@ -95,7 +97,7 @@ func Listen(c Config) (*Listener, error) {
 	}
 	l := &Listener{
 		config: c, socket: s,
-		calls:       make(map[Key]*Call),
+		calls:       make(map[Key]map[*Call]struct{}),
 		connections: make(map[*connection]struct{}),
 		handles:     make(map[Key]map[string]*handle),
 		shared:      make(map[shared]*handle),
@@ -179,11 +181,11 @@ func (l *Listener) descriptors() int {
 // Release lets go of every handle of a preparation: what the last performance
 // has been undone of, before NodeUnprepareVolume, since a server sees no end
 // while the CO holds its mount. A mount shared with another preparation stays
-// until that one is released too. A pending call of the preparation is dropped.
+// until that one is released too. Pending calls of the preparation are dropped.
 func (l *Listener) Release(key Key) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	if c := l.calls[key]; c != nil {
+	for c := range l.calls[key] {
 		c.end()
 	}
 	for id := range l.handles[key] {
@@ -215,8 +217,10 @@ func (l *Listener) Close() error {
 	}
 	l.closed = true
 	l.cancel()
-	for _, c := range l.calls {
-		c.end()
+	for _, pending := range l.calls {
+		for c := range pending {
+			c.end()
+		}
 	}
 	for key, byID := range l.handles {
 		for id := range byID {

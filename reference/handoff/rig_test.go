@@ -3,6 +3,7 @@ package handoff
 import (
 	"context"
 	"errors"
+	"fmt"
 	"io"
 	"net"
 	"os"
@@ -77,6 +78,32 @@ func openFUSE(t *testing.T) *os.File {
 		return nil
 	}
 	return os.NewFile(uintptr(fd), "fuse")
+}
+
+// mounted is a FUSE mount and its device, that nobody serves.
+func mounted(t *testing.T) (device, mount *os.File) {
+	t.Helper()
+	device = openFUSE(t)
+	fs, err := unix.Fsopen("fuse", unix.FSOPEN_CLOEXEC)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer unix.Close(fs)
+	for key, value := range map[string]string{"fd": fmt.Sprint(device.Fd()), "rootmode": "40000", "user_id": "0", "group_id": "0"} {
+		if err := unix.FsconfigSetString(fs, key, value); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if err := unix.FsconfigCreate(fs); err != nil {
+		t.Fatal(err)
+	}
+	fd, err := unix.Fsmount(fs, unix.FSMOUNT_CLOEXEC, 0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	mount = os.NewFile(uintptr(fd), "fuse")
+	t.Cleanup(func() { mount.Close(); device.Close() })
+	return device, mount
 }
 
 func detachedTmpfs(t *testing.T) *os.File {
