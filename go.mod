@@ -3,6 +3,7 @@ module github.com/csi-prepare/csi-prepare
 go 1.26.0
 
 require (
+	github.com/cavaliergopher/cpio v1.0.1
 	github.com/bufbuild/protocompile v0.14.1
 	github.com/container-storage-interface/spec v1.13.0
 	github.com/containerd/containerd/api v1.12.0
