@@ -32,7 +32,6 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
-	"maps"
 	"path/filepath"
 	"regexp"
 	"time"
@@ -41,6 +40,7 @@ import (
 	"golang.org/x/sys/unix"
 	"google.golang.org/grpc"
 
+	"github.com/csi-prepare/csi-prepare/drivers/directory"
 	"github.com/csi-prepare/csi-prepare/drivers/server"
 	prepare "github.com/csi-prepare/csi-prepare/spec/preparev1alpha1"
 )
@@ -114,17 +114,14 @@ func (c Config) checkMemory() error {
 // Driver is the plugin: the CSI Identity, Controller and Node services, and
 // NodePrepare.
 type Driver struct {
-	csi.UnimplementedControllerServer
-	csi.UnimplementedNodeServer
+	*directory.Controller[owner]
+	directory.Node
 
 	config       Config
 	state        *server.State
-	volumes      *server.Records[volume]
 	preparations *server.NodePrepare
 	servers      *servers
-	// byVolume is keyed by volume_id, byName by the name of CreateVolume.
-	byVolume, byName server.Flights
-	pages            *server.Pages
+	flights      server.Flights // keyed by volume_id
 }
 
 // New opens the state and makes a driver of it. Close gives the state up.
@@ -146,7 +143,7 @@ func New(c Config) (*Driver, error) {
 	if err != nil {
 		return nil, err
 	}
-	d := &Driver{config: c, state: state, pages: server.NewPages()}
+	d := &Driver{Node: directory.Node{ID: c.NodeID, TopologyKey: TopologyKey}, config: c, state: state}
 	if err := d.load(); err != nil {
 		if d.servers != nil {
 			err = errors.Join(err, d.servers.close())
@@ -160,18 +157,23 @@ func (d *Driver) load() (err error) {
 	if d.servers, err = openServers(d.config); err != nil {
 		return err
 	}
-	if d.volumes, err = server.OpenRecords[volume](d.state, "volumes"); err != nil {
+	d.Controller, err = directory.New(directory.Config[owner]{
+		Driver: d, Node: d.Node, State: d.state, Flights: &d.flights,
+		Layout: directory.Layout{Data: dataDir, Beside: []string{orphansDir}},
+	})
+	if err != nil {
 		return err
 	}
 	d.preparations, err = server.NewNodePrepare(server.Config{
 		Driver:      d,
 		State:       d.state,
-		Flights:     &d.byVolume,
+		Flights:     &d.flights,
 		Release:     d.release,
 		BootID:      d.config.BootID,
 		Kinds:       []prepare.MountKind{prepare.MountKind_MOUNT_KIND_FUSE},
 		MultiWriter: true,
 	})
+	d.Guard(d.preparations)
 	return err
 }
 
@@ -189,8 +191,7 @@ func (d *Driver) Register(s grpc.ServiceRegistrar) {
 // Close waits for what is still being done and gives up the state. Serving
 // processes go on.
 func (d *Driver) Close() error {
-	d.byName.Wait()
-	d.byVolume.Wait()
+	d.Wait()
 	return errors.Join(d.servers.close(), d.state.Close())
 }
 
@@ -202,13 +203,4 @@ func Run(ctx context.Context, c Config) error {
 	}
 	err = server.Serve(ctx, server.Options{Endpoint: c.Endpoint, Log: c.Log, Grace: c.Grace}, d.Register)
 	return errors.Join(err, d.Close())
-}
-
-func (d *Driver) topology() *csi.Topology {
-	return &csi.Topology{Segments: map[string]string{TopologyKey: d.config.NodeID}}
-}
-
-// isHere tells whether a topology means this node.
-func (d *Driver) isHere(t *csi.Topology) bool {
-	return maps.Equal(t.GetSegments(), d.topology().GetSegments())
 }

@@ -10,69 +10,22 @@ import (
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/status"
 
+	"github.com/csi-prepare/csi-prepare/drivers/directory"
 	"github.com/csi-prepare/csi-prepare/drivers/server"
 	"github.com/csi-prepare/csi-prepare/drivers/tree"
 	"github.com/csi-prepare/csi-prepare/reference/handoff"
 	prepare "github.com/csi-prepare/csi-prepare/spec/preparev1alpha1"
 )
 
-// NodeGetInfo implements csi.NodeServer.
-func (d *Driver) NodeGetInfo(context.Context, *csi.NodeGetInfoRequest) (*csi.NodeGetInfoResponse, error) {
-	return &csi.NodeGetInfoResponse{NodeId: d.config.NodeID, AccessibleTopology: d.topology()}, nil
-}
-
-// NodeGetCapabilities implements csi.NodeServer.
-func (d *Driver) NodeGetCapabilities(context.Context, *csi.NodeGetCapabilitiesRequest) (*csi.NodeGetCapabilitiesResponse, error) {
-	resp := &csi.NodeGetCapabilitiesResponse{}
-	for _, t := range []csi.NodeServiceCapability_RPC_Type{
-		csi.NodeServiceCapability_RPC_GET_VOLUME_STATS,
-		csi.NodeServiceCapability_RPC_SINGLE_NODE_MULTI_WRITER,
-	} {
-		resp.Capabilities = append(resp.Capabilities, &csi.NodeServiceCapability{Type: &csi.NodeServiceCapability_Rpc{
-			Rpc: &csi.NodeServiceCapability_RPC{Type: t},
-		}})
-	}
-	return resp, nil
-}
-
-var errPublish = status.Error(codes.Unimplemented, "this plugin mounts nothing: use NodePrepareVolume and NodeUnprepareVolume of csi.prepare.v1alpha1.NodePrepare on the same endpoint")
-
-// NodePublishVolume implements csi.NodeServer: it is UNIMPLEMENTED, which a
-// plugin that serves NodePrepare may answer.
-func (d *Driver) NodePublishVolume(context.Context, *csi.NodePublishVolumeRequest) (*csi.NodePublishVolumeResponse, error) {
-	return nil, errPublish
-}
-
-// NodeUnpublishVolume implements csi.NodeServer, as NodePublishVolume.
-func (d *Driver) NodeUnpublishVolume(context.Context, *csi.NodeUnpublishVolumeRequest) (*csi.NodeUnpublishVolumeResponse, error) {
-	return nil, errPublish
-}
-
 // NodeGetVolumeStats implements csi.NodeServer. volume_path is the
 // prepare_path of a preparation. The figures are those of the filesystem the
 // volume lies on, as df shows them in a consumer. No serving process is asked.
 func (d *Driver) NodeGetVolumeStats(_ context.Context, req *csi.NodeGetVolumeStatsRequest) (*csi.NodeGetVolumeStatsResponse, error) {
-	if err := server.Required("volume_id", req.GetVolumeId()); err != nil {
+	e, err := d.Measured(req)
+	if err != nil {
 		return nil, err
 	}
-	if err := server.Required("volume_path", req.GetVolumePath()); err != nil {
-		return nil, err
-	}
-	e, ok, err := d.find(req.GetVolumeId())
-	if err != nil {
-		return nil, server.Status(err)
-	}
-	if !ok {
-		return nil, errNoVolume
-	}
-	there, err := d.preparations.PreparedAt(req.GetVolumeId(), req.GetVolumePath())
-	if err != nil {
-		return nil, server.Status(err)
-	}
-	if !there {
-		return nil, status.Error(codes.NotFound, "volume_path: the volume has no preparation with this prepare_path; NodeListPreparedVolumes shows those it has")
-	}
-	volumes, err := d.open(e.Value.Medium)
+	volumes, err := d.open(e.Value.Home)
 	if err != nil {
 		return nil, server.Status(err)
 	}
@@ -81,34 +34,12 @@ func (d *Driver) NodeGetVolumeStats(_ context.Context, req *csi.NodeGetVolumeSta
 	if err := unix.Fstatfs(int(volumes.Fd()), &st); err != nil {
 		return nil, server.Status(err)
 	}
-	size := st.Frsize
-	return &csi.NodeGetVolumeStatsResponse{Usage: []*csi.VolumeUsage{
-		{
-			Unit: csi.VolumeUsage_BYTES, Total: int64(st.Blocks) * size,
-			Used: int64(st.Blocks-st.Bfree) * size, Available: int64(st.Bavail) * size,
-		},
-		{
-			Unit: csi.VolumeUsage_INODES, Total: int64(st.Files),
-			Used: int64(st.Files - st.Ffree), Available: int64(st.Ffree),
-		},
-	}}, nil
+	return directory.Usage(&st), nil
 }
 
 // Check implements server.Driver.
 func (d *Driver) Check(_ context.Context, req *prepare.NodePrepareVolumeRequest) error {
-	const field = "volume_capability"
-	_, ok, err := d.find(req.GetVolumeId())
-	if err != nil {
-		return err
-	}
-	if !ok {
-		return errNoVolume
-	}
-	c := req.GetVolumeCapability()
-	if reason := supported(c); reason != "" {
-		return status.Errorf(codes.FailedPrecondition, "%s.%s", field, reason)
-	}
-	if _, err := attributes(field, c, req.GetReadonly()); err != nil {
+	if _, err := d.Controller.Check(req); err != nil {
 		return err
 	}
 	performer := req.GetPerformer()
@@ -126,22 +57,20 @@ func (d *Driver) Check(_ context.Context, req *prepare.NodePrepareVolumeRequest)
 // Specs implements server.Driver: it sees to it that a process serves the
 // preparation and that the CO has what it needs of it.
 func (d *Driver) Specs(ctx context.Context, req *prepare.NodePrepareVolumeRequest) ([]*prepare.MountSpec, error) {
-	e, ok, err := d.find(req.GetVolumeId())
+	e, err := d.Usable(req.GetVolumeId())
 	if err != nil {
 		return nil, err
 	}
-	if !ok {
-		return nil, errNoVolume
-	}
-	a, err := attributes("volume_capability", req.GetVolumeCapability(), req.GetReadonly())
+	a, err := directory.Attributes("volume_capability", req.GetVolumeCapability(), req.GetReadonly())
 	if err != nil {
 		return nil, err
 	}
-	home, err := d.home(e.Value.Medium)
+	a.Nosuid, a.Nodev = true, true // the CO gives a FUSE mount both in any case
+	home, err := d.home(e.Value.Home)
 	if err != nil {
 		return nil, status.Error(codes.FailedPrecondition, err.Error())
 	}
-	volumes, err := d.open(e.Value.Medium)
+	volumes, err := d.open(e.Value.Home)
 	if err != nil {
 		return nil, err
 	}
@@ -154,7 +83,7 @@ func (d *Driver) Specs(ctx context.Context, req *prepare.NodePrepareVolumeReques
 		Socket: req.GetHandleSocket(), Token: req.GetHandoffToken(),
 		Volume: req.GetVolumeId(), Prepare: req.GetPrepareId(),
 		Data: home + "/" + e.Key.Volume + "/" + dataDir, Orphans: home + "/" + orphans,
-		UID: e.Value.UID, GID: e.Value.GID,
+		UID: e.Value.Traits.UID, GID: e.Value.Traits.GID,
 	}, req.GetHeldHandles())
 	if err != nil {
 		return nil, handoffStatus(err)
@@ -189,11 +118,11 @@ func (d *Driver) release(ctx context.Context, volumeID, prepareID string) error 
 	if err := d.servers.end(ctx, volumeID, prepareID); err != nil {
 		return err
 	}
-	e, _, err := d.find(volumeID)
+	e, _, err := d.Find(volumeID)
 	if err != nil || e.Key.Volume == "" {
 		return err
 	}
-	volumes, err := d.open(e.Value.Medium)
+	volumes, err := d.open(e.Value.Home)
 	if err != nil {
 		return err
 	}

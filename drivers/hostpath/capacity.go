@@ -13,37 +13,34 @@ import (
 	"google.golang.org/grpc/status"
 	"google.golang.org/protobuf/types/known/wrapperspb"
 
+	"github.com/csi-prepare/csi-prepare/drivers/directory"
 	"github.com/csi-prepare/csi-prepare/drivers/server"
 )
-
-func checkRange(r *csi.CapacityRange) error {
-	required, limit := r.GetRequiredBytes(), r.GetLimitBytes()
-	switch {
-	case required < 0:
-		return server.Invalid("capacity_range.required_bytes", "is negative", "set 0 for no requirement")
-	case limit < 0:
-		return server.Invalid("capacity_range.limit_bytes", "is negative", "set 0 for no limit")
-	case limit > 0 && required > limit:
-		return server.Invalid("capacity_range", "requires more bytes than its limit allows", "raise limit_bytes or lower required_bytes")
-	}
-	return nil
-}
 
 func hasRange(r *csi.CapacityRange) bool { return r.GetRequiredBytes() > 0 || r.GetLimitBytes() > 0 }
 
 // keeps tells whether a volume of such a size keeps to a range.
-func keeps(r *csi.CapacityRange, v volume) bool {
+func (v size) keeps(r *csi.CapacityRange) bool {
 	if !hasRange(r) {
 		return true
 	}
 	return v.Ceiling > 0 && v.Capacity >= r.GetRequiredBytes() && (r.GetLimitBytes() == 0 || v.Ceiling <= r.GetLimitBytes())
 }
 
-// place chooses the grant of a new volume, and takes it if it is a sized one.
-// Without a range, grants without a size come first; among sized ones that
-// fit, the smallest.
-func (d *Driver) place(id, name string, r *csi.CapacityRange) (volume, error) {
-	var sized []volume
+// Place implements directory.Driver: it takes the grant of a new volume if that
+// is a sized one. Without a range, grants without a size come first, that of
+// the source of a copy before the others, since files of one filesystem may
+// share their blocks; among sized ones that fit, the smallest.
+func (d *Driver) Place(id string, req *csi.CreateVolumeRequest, from string) (string, size, error) {
+	name, r := req.GetParameters()[parameterGrant], req.GetCapacityRange()
+	if g, ok := d.grant(from); ok && !g.Sized && name == "" && !hasRange(r) {
+		return from, size{}, nil
+	}
+	type fit struct {
+		grant string
+		size
+	}
+	var sized []fit
 	var unknown error // of a sized grant whose filesystem cannot be asked
 	for _, g := range d.config.Grants {
 		switch {
@@ -52,36 +49,36 @@ func (d *Driver) place(id, name string, r *csi.CapacityRange) (volume, error) {
 			v, err := d.whole(g)
 			if err != nil {
 				unknown = err
-			} else if keeps(r, v) {
-				sized = append(sized, v)
+			} else if v.keeps(r) {
+				sized = append(sized, fit{g.Name, v})
 			}
 		case !hasRange(r):
-			return volume{Grant: g.Name}, nil
+			return g.Name, size{}, nil
 		}
 	}
-	slices.SortStableFunc(sized, func(a, b volume) int { return cmp.Compare(a.Ceiling, b.Ceiling) })
+	slices.SortStableFunc(sized, func(a, b fit) int { return cmp.Compare(a.Ceiling, b.Ceiling) })
 	for _, v := range sized {
-		if d.takeSized(v.Grant, id) {
-			return v, nil
+		if d.takeSized(v.grant, id) {
+			return v.grant, v.size, nil
 		}
 	}
 	switch {
 	case unknown != nil:
-		return volume{}, unknown
+		return "", size{}, unknown
 	case len(sized) > 0:
-		return volume{}, status.Error(codes.ResourceExhausted, "every sized grant that fits holds a volume; delete one, or have the operator add a sized grant")
+		return "", size{}, status.Error(codes.ResourceExhausted, "every sized grant that fits holds a volume; delete one, or have the operator add a sized grant")
 	}
-	return volume{}, status.Error(codes.OutOfRange,
+	return "", size{}, status.Error(codes.OutOfRange,
 		"capacity_range: no sized grant is of such a size, and a directory cannot be held to one; leave capacity_range out, or have the operator add a sized grant (GetCapacity tells the largest free one)")
 }
 
-// whole is a volume that has a sized grant to itself.
-func (d *Driver) whole(g Grant) (volume, error) {
+// whole is the size of a volume that has a sized grant to itself.
+func (d *Driver) whole(g Grant) (size, error) {
 	s, err := g.size()
 	if err != nil {
-		return volume{}, err
+		return size{}, err
 	}
-	v := volume{Grant: g.Name, Capacity: s.available, Ceiling: s.total}
+	v := size{Capacity: s.available, Ceiling: s.total}
 	if d.holder(g.Name) != "" {
 		v.Capacity = s.total - (s.free - s.available) // as it will be when free
 	}
@@ -98,11 +95,12 @@ func (d *Driver) takeSized(grant, id string) bool {
 	return true
 }
 
-func (d *Driver) freeSized(grant, id string) {
+// Free implements directory.Driver.
+func (d *Driver) Free(id string, v volume) {
 	d.mu.Lock()
 	defer d.mu.Unlock()
-	if d.taken[grant] == id {
-		delete(d.taken, grant)
+	if d.taken[v.Home] == id {
+		delete(d.taken, v.Home)
 	}
 }
 
@@ -116,7 +114,7 @@ func (d *Driver) holder(grant string) string {
 // one record cannot be read, which was logged, all do: it may be that volume's.
 func (d *Driver) sizedInUse() (map[string]string, error) {
 	taken := map[string]string{}
-	all, err := d.volumes.All()
+	all, err := d.All()
 	var damaged *server.DamagedError
 	switch {
 	case errors.As(err, &damaged):
@@ -130,7 +128,7 @@ func (d *Driver) sizedInUse() (map[string]string, error) {
 		return nil, err
 	}
 	for _, e := range all {
-		if g, ok := d.grant(e.Value.Grant); ok && g.Sized {
+		if g, ok := d.grant(e.Value.Home); ok && g.Sized {
 			if other := taken[g.Name]; other != "" {
 				return nil, fmt.Errorf("sized grant %s: holds volumes %s and %s; grant it without a size", g.Name, other, e.Key.Volume)
 			}
@@ -144,21 +142,21 @@ func (d *Driver) sizedInUse() (map[string]string, error) {
 // each filesystem once; the largest volume of a required size is the largest
 // free sized grant, or 0.
 func (d *Driver) GetCapacity(ctx context.Context, req *csi.GetCapacityRequest) (*csi.GetCapacityResponse, error) {
-	grant, err := d.checkParameters(req.GetParameters())
-	if err != nil {
+	if err := d.CheckParameters(req.GetParameters()); err != nil {
 		return nil, err
 	}
+	grant := req.GetParameters()[parameterGrant]
 	none := &csi.GetCapacityResponse{MaximumVolumeSize: wrapperspb.Int64(0)}
 	for i, c := range req.GetVolumeCapabilities() {
 		name := fmt.Sprintf("volume_capabilities[%d]", i)
 		if err := server.CheckCapability(name, c); err != nil {
 			return nil, err
 		}
-		if supported(c) != "" {
+		if directory.Supported(c) != "" {
 			return none, nil
 		}
 	}
-	if t := req.GetAccessibleTopology(); t != nil && !d.isHere(t) {
+	if t := req.GetAccessibleTopology(); t != nil && !d.IsHere(t) {
 		return none, nil
 	}
 	return shared(ctx, &d.measuring, "capacity of "+grant, func() (*csi.GetCapacityResponse, error) {

@@ -14,6 +14,8 @@ import (
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/status"
 	"google.golang.org/protobuf/testing/protocmp"
+
+	"github.com/csi-prepare/csi-prepare/drivers/directory"
 )
 
 func TestCreateVolumeRules(t *testing.T) {
@@ -291,12 +293,12 @@ func TestSizedGrants(t *testing.T) {
 	_, err = create("fits", 2*size, 2*size)
 	s.code("a repeat with another size", err, codes.AlreadyExists, "capacity_range")
 	unsized := s.create("unsized")
-	if unsized.GetCapacityBytes() != 0 || !exists(filepath.Join(grants[0].Dir, volumesDir, unsized.GetVolumeId())) {
+	if unsized.GetCapacityBytes() != 0 || !exists(filepath.Join(grants[0].Dir, directory.VolumesDir, unsized.GetVolumeId())) {
 		t.Errorf("without a range: %v", unsized)
 	}
 
 	// The size holds: the filesystem ends where the volume does.
-	path := filepath.Join(grants[1].Dir, volumesDir, v.GetVolumeId())
+	path := filepath.Join(grants[1].Dir, directory.VolumesDir, v.GetVolumeId())
 	if err := os.WriteFile(filepath.Join(path, "full"), make([]byte, size), 0o600); err != nil {
 		t.Errorf("the volume takes less than it was created with: %v", err)
 	}

@@ -25,8 +25,18 @@
 // and lies in a directory of mode 0700, so that consumers may run as any user
 // and other users of the node do not get there.
 //
-// To delete what consumers wrote, a driver that does not run as root needs
-// CAP_DAC_OVERRIDE and CAP_FOWNER.
+// # Snapshots and copies
+//
+// A snapshot is a copy of the volume's directory, as is a volume made from a
+// snapshot or from another volume. Files share their blocks where the
+// filesystem can do that, and are read back and compared where it cannot. A
+// tree is not copied in one moment, so a volume that is prepared for writing
+// is not copied: FAILED_PRECONDITION. Snapshots lie in a grant without a size,
+// beside the volumes.
+//
+// To delete and copy what consumers wrote, a driver that does not run as root
+// needs CAP_DAC_OVERRIDE and CAP_FOWNER, for copies CAP_CHOWN and CAP_MKNOD
+// too.
 package hostpath
 
 import (
@@ -34,7 +44,6 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
-	"maps"
 	"regexp"
 	"sync"
 	"time"
@@ -43,6 +52,7 @@ import (
 	"golang.org/x/sync/singleflight"
 	"google.golang.org/grpc"
 
+	"github.com/csi-prepare/csi-prepare/drivers/directory"
 	"github.com/csi-prepare/csi-prepare/drivers/server"
 	prepare "github.com/csi-prepare/csi-prepare/spec/preparev1alpha1"
 )
@@ -90,16 +100,13 @@ func (c Config) Check() error {
 // Driver is the plugin: the CSI Identity, Controller and Node services, and
 // NodePrepare.
 type Driver struct {
-	csi.UnimplementedControllerServer
-	csi.UnimplementedNodeServer
+	*directory.Controller[size]
+	directory.Node
 
 	config       Config
 	state        *server.State
-	volumes      *server.Records[volume]
 	preparations *server.NodePrepare
-	// byVolume is keyed by volume_id, byName by the name of CreateVolume.
-	byVolume, byName server.Flights
-	pages            *server.Pages
+	flights      server.Flights // keyed by volume_id
 	// measuring joins calls that ask a filesystem the same at one time, so
 	// that one which does not answer holds up one thread.
 	measuring singleflight.Group
@@ -124,7 +131,10 @@ func New(c Config) (*Driver, error) {
 	if err != nil {
 		return nil, err
 	}
-	d := &Driver{config: c, state: state, pages: server.NewPages(), taken: map[string]string{}}
+	d := &Driver{
+		Node:   directory.Node{ID: c.NodeID, TopologyKey: TopologyKey},
+		config: c, state: state, taken: map[string]string{},
+	}
 	if err := d.load(); err != nil {
 		return nil, errors.Join(err, state.Close())
 	}
@@ -132,13 +142,16 @@ func New(c Config) (*Driver, error) {
 }
 
 func (d *Driver) load() (err error) {
-	if d.volumes, err = server.OpenRecords[volume](d.state, "volumes"); err != nil {
+	d.Controller, err = directory.New(directory.Config[size]{
+		Driver: d, Node: d.Node, State: d.state, Flights: &d.flights, Copies: true, Capacity: true,
+	})
+	if err != nil {
 		return err
 	}
 	d.preparations, err = server.NewNodePrepare(server.Config{
 		Driver:      d,
 		State:       d.state,
-		Flights:     &d.byVolume,
+		Flights:     &d.flights,
 		BootID:      d.config.BootID,
 		Kinds:       []prepare.MountKind{prepare.MountKind_MOUNT_KIND_BIND},
 		MultiWriter: true,
@@ -146,6 +159,7 @@ func (d *Driver) load() (err error) {
 	if err != nil {
 		return err
 	}
+	d.Guard(d.preparations)
 	d.taken, err = d.sizedInUse()
 	return err
 }
@@ -163,8 +177,7 @@ func (d *Driver) Register(s grpc.ServiceRegistrar) {
 
 // Close waits for what is still being done and gives up the state.
 func (d *Driver) Close() error {
-	d.byName.Wait()
-	d.byVolume.Wait()
+	d.Wait()
 	return d.state.Close()
 }
 
@@ -176,13 +189,4 @@ func Run(ctx context.Context, c Config) error {
 	}
 	err = server.Serve(ctx, server.Options{Endpoint: c.Endpoint, Log: c.Log, Grace: c.Grace}, d.Register)
 	return errors.Join(err, server.Finish(c.Grace, d.Close))
-}
-
-func (d *Driver) topology() *csi.Topology {
-	return &csi.Topology{Segments: map[string]string{TopologyKey: d.config.NodeID}}
-}
-
-// isHere tells whether a topology means this node.
-func (d *Driver) isHere(t *csi.Topology) bool {
-	return maps.Equal(t.GetSegments(), d.topology().GetSegments())
 }

@@ -21,6 +21,7 @@ import (
 	"google.golang.org/grpc/credentials/insecure"
 	"google.golang.org/grpc/status"
 
+	"github.com/csi-prepare/csi-prepare/drivers/directory"
 	"github.com/csi-prepare/csi-prepare/drivers/server"
 	prepare "github.com/csi-prepare/csi-prepare/spec/preparev1alpha1"
 )
@@ -236,7 +237,7 @@ func (s *site) delete(id string) error {
 
 // path of a volume in the first grant.
 func (s *site) path(id string) string {
-	return filepath.Join(s.config.Grants[0].Dir, volumesDir, id)
+	return filepath.Join(s.config.Grants[0].Dir, directory.VolumesDir, id)
 }
 
 func (s *site) request(volumeID, prepareID string) *prepare.NodePrepareVolumeRequest {

@@ -1,59 +1,83 @@
 package hostpath
 
 import (
-	"crypto/rand"
-	"encoding/hex"
-	"errors"
 	"fmt"
 
 	"github.com/container-storage-interface/spec/lib/go/csi"
-	"golang.org/x/sys/unix"
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/status"
 
+	"github.com/csi-prepare/csi-prepare/drivers/directory"
 	"github.com/csi-prepare/csi-prepare/drivers/server"
-	"github.com/csi-prepare/csi-prepare/drivers/tree"
 )
 
-// phase of a volume's life, as recorded.
-type phase string
-
-const (
-	creating phase = "creating" // its directory may be missing
-	ready    phase = "ready"
-	deleting phase = "deleting" // its directory may be there in part
-)
-
-// volume is the record of a volume; its key is (volume_id, name).
-type volume struct {
-	Grant string `json:"grant"`
-	Phase phase  `json:"phase"`
-	// Capacity is what anybody can store, Ceiling what nobody can exceed,
-	// in bytes. Both are 0 for a volume that shares its filesystem.
+// size of a volume in bytes: what anybody can store, and what nobody can
+// exceed. Both are 0 for a volume that shares its filesystem.
+type size struct {
 	Capacity int64 `json:"capacity_bytes,omitempty"`
 	Ceiling  int64 `json:"ceiling_bytes,omitempty"`
 }
 
-type entry = server.Entry[volume]
+// The home of a volume is its grant, by name.
+type (
+	volume = directory.Volume[size]
+	entry  = directory.Entry[size]
+)
 
-// volumesDir is the directory in a grant that holds the volumes, one directory
-// each. Its mode is 0700: only the driver, and the CO that binds from it, get
-// to the volumes below, which are open to every user of a consumer.
-const volumesDir = "volumes"
+// parameterGrant is the one parameter of CreateVolume: the grant a volume is
+// to lie in.
+const parameterGrant = "grant"
 
-// newVolumeID returns an id of 32 hex digits, never given before: not even to
-// a volume of the same name.
-func newVolumeID() string {
-	b := make([]byte, 16)
-	rand.Read(b)
-	return hex.EncodeToString(b)
+// CheckParameters implements directory.Driver.
+func (d *Driver) CheckParameters(parameters map[string]string) error {
+	for key := range parameters {
+		if key != parameterGrant {
+			return server.Invalid(fmt.Sprintf("parameters[%q]", key), "is unknown", fmt.Sprintf("leave it out; this plugin knows %q", parameterGrant))
+		}
+	}
+	name, given := parameters[parameterGrant]
+	if _, ok := d.grant(name); given && !ok {
+		return server.Invalid(fmt.Sprintf("parameters[%q]", parameterGrant), "names no grant of this plugin", "use a name the operator gave to the plugin with --grant or --sized-grant")
+	}
+	return nil
 }
 
-// find returns the volume of an id if it can be used.
-func (d *Driver) find(id string) (entry, bool, error) {
-	found, err := d.volumes.OfVolume(id)
-	if err != nil || len(found) == 0 {
-		return entry{}, false, err
+// Differs implements directory.Driver.
+func (d *Driver) Differs(v volume, req *csi.CreateVolumeRequest) (field, how string) {
+	switch grant := req.GetParameters()[parameterGrant]; {
+	case !v.Traits.keeps(req.GetCapacityRange()):
+		return "capacity_range", "is of another size"
+	case grant != "" && grant != v.Home:
+		return "parameters", "lies in another grant"
 	}
-	return found[0], found[0].Value.Phase == ready, nil
+	return "", ""
+}
+
+// Capacity implements directory.Driver.
+func (d *Driver) Capacity(v volume) int64 { return v.Traits.Capacity }
+
+// SnapshotHome implements directory.Driver: the volume's own grant, unless that
+// is the volume's alone.
+func (d *Driver) SnapshotHome(v volume) (string, error) {
+	g, err := d.grantOf(v.Home)
+	if err == nil && !g.Sized {
+		return g.Name, nil
+	}
+	for _, g := range d.config.Grants {
+		if !g.Sized {
+			return g.Name, nil
+		}
+	}
+	return "", status.Error(codes.FailedPrecondition, "source_volume_id: a snapshot lies in a grant without a size, and this plugin has none; have the operator add one with --grant")
+}
+
+// Open implements directory.Driver.
+func (d *Driver) Open(home string) (int, error) {
+	g, err := d.grantOf(home)
+	if err != nil {
+		return -1, err
+	}
+	return g.open()
 }
 
 func (d *Driver) grant(name string) (Grant, bool) {
@@ -66,95 +90,10 @@ func (d *Driver) grant(name string) (Grant, bool) {
 }
 
 // grantOf returns the grant a volume was created in.
-func (d *Driver) grantOf(v volume) (Grant, error) {
-	g, ok := d.grant(v.Grant)
+func (d *Driver) grantOf(name string) (Grant, error) {
+	g, ok := d.grant(name)
 	if !ok {
-		return g, fmt.Errorf("the volume lies in grant %s, which this driver was not given; start it with --grant %s=DIR", v.Grant, v.Grant)
+		return g, fmt.Errorf("the volume lies in grant %s, which this driver was not given; start it with --grant %s=DIR", name, name)
 	}
 	return g, nil
-}
-
-// openVolumes opens the directory of all volumes of a grant, and makes it if
-// asked to.
-func openVolumes(g Grant, create bool) (int, error) {
-	dir, err := g.open()
-	if err != nil {
-		return -1, err
-	}
-	defer unix.Close(dir)
-	if create {
-		switch err := unix.Mkdirat(dir, volumesDir, 0o700); {
-		case errors.Is(err, unix.EEXIST):
-		case err != nil:
-			return -1, fmt.Errorf("grant %s: make %s: %w", g.Name, volumesDir, err)
-		default:
-			if err := syncFd(dir, "."); err != nil {
-				return -1, fmt.Errorf("grant %s: %w", g.Name, err)
-			}
-		}
-	}
-	fd, err := tree.Open(dir, volumesDir, unix.O_RDONLY)
-	if err != nil {
-		return -1, fmt.Errorf("grant %s: open %s: %w", g.Name, volumesDir, err)
-	}
-	return fd, nil
-}
-
-// makeDir makes the directory of a volume durable. It may be there from an
-// attempt that was cut off.
-func makeDir(g Grant, id string) error {
-	volumes, err := openVolumes(g, true)
-	if err != nil {
-		return err
-	}
-	defer unix.Close(volumes)
-	if err := unix.Mkdirat(volumes, id, 0o700); err != nil && !errors.Is(err, unix.EEXIST) {
-		return fmt.Errorf("grant %s: make the directory of the volume: %w", g.Name, err)
-	}
-	fd, err := tree.Open(volumes, id, unix.O_RDONLY)
-	if err != nil {
-		return fmt.Errorf("grant %s: open the directory of the volume: %w", g.Name, err)
-	}
-	defer unix.Close(fd)
-	err = unix.Fchmod(fd, 0o777) // whatever the umask
-	if err == nil {
-		err = unix.Fsync(volumes)
-	}
-	if err != nil {
-		return fmt.Errorf("grant %s: %w", g.Name, err)
-	}
-	return nil
-}
-
-// openDir opens the directory of a volume.
-func openDir(g Grant, id string, flags uint64) (int, error) {
-	volumes, err := openVolumes(g, false)
-	if err != nil {
-		return -1, err
-	}
-	defer unix.Close(volumes)
-	fd, err := tree.Open(volumes, id, flags)
-	if err != nil {
-		return -1, fmt.Errorf("grant %s: open the directory of the volume: %w", g.Name, err)
-	}
-	return fd, nil
-}
-
-// syncFd makes durable what a directory holds, found from a descriptor that
-// may be O_PATH.
-func syncFd(dir int, name string) error {
-	fd, err := tree.Open(dir, name, unix.O_RDONLY)
-	if err != nil {
-		return err
-	}
-	defer unix.Close(fd)
-	return unix.Fsync(fd)
-}
-
-func (d *Driver) describe(e entry) *csi.Volume {
-	return &csi.Volume{
-		VolumeId:           e.Key.Volume,
-		CapacityBytes:      e.Value.Capacity,
-		AccessibleTopology: []*csi.Topology{d.topology()},
-	}
 }

@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"io"
 	"os"
+	"slices"
 	"strings"
 
 	"github.com/container-storage-interface/spec/lib/go/csi"
@@ -320,6 +321,15 @@ func (n *NodePrepare) NodeListPreparedVolumes(_ context.Context, req *prepare.No
 func (n *NodePrepare) Prepared(volumeID string) (bool, error) {
 	found, err := n.preparations.OfVolume(volumeID)
 	return len(found) > 0, err
+}
+
+// Writable tells whether the volume has a preparation that a consumer may
+// write through. Whoever acts on the answer holds the volume's flight.
+func (n *NodePrepare) Writable(volumeID string) (bool, error) {
+	found, err := n.preparations.OfVolume(volumeID)
+	return slices.ContainsFunc(found, func(e Entry[preparation]) bool {
+		return !e.Value.Readonly && !strings.HasSuffix(csi.VolumeCapability_AccessMode_Mode(e.Value.AccessMode).String(), "_READER_ONLY")
+	}), err
 }
 
 // PreparedAs tells whether the volume has a preparation of this id, which may

@@ -1,4 +1,4 @@
-package hostpath
+package directory
 
 import (
 	"fmt"
@@ -11,9 +11,9 @@ import (
 	prepare "github.com/csi-prepare/csi-prepare/spec/preparev1alpha1"
 )
 
-// supported tells why no volume supports a capability, "" if all do. Mount
+// Supported tells why no volume supports a capability, "" if all do. Mount
 // flags are not looked at.
-func supported(c *csi.VolumeCapability) (reason string) {
+func Supported(c *csi.VolumeCapability) (reason string) {
 	switch mode := c.GetAccessMode().GetMode(); mode {
 	case csi.VolumeCapability_AccessMode_SINGLE_NODE_WRITER,
 		csi.VolumeCapability_AccessMode_SINGLE_NODE_READER_ONLY,
@@ -26,13 +26,9 @@ func supported(c *csi.VolumeCapability) (reason string) {
 		return "access_type: block is not supported, a volume is a directory; use mount"
 	}
 	if c.GetMount().GetFsType() != "" {
-		return "fs_type: cannot be chosen, a volume has the filesystem of its grant; leave it empty"
+		return "fs_type: cannot be chosen for a directory; leave it empty"
 	}
 	return ""
-}
-
-func readerOnly(c *csi.VolumeCapability) bool {
-	return c.GetAccessMode().GetMode() == csi.VolumeCapability_AccessMode_SINGLE_NODE_READER_ONLY
 }
 
 // checkCapabilities is for CreateVolume, where all that cannot be honoured is
@@ -47,22 +43,40 @@ func checkCapabilities(caps []*csi.VolumeCapability) error {
 		if err := server.CheckCapability(name, c); err != nil {
 			return err
 		}
-		if reason := supported(c); reason != "" {
+		if reason := Supported(c); reason != "" {
 			return status.Errorf(codes.InvalidArgument, "%s.%s", name, reason)
 		}
-		if _, err := attributes(name, c, false); err != nil {
+		if _, err := Attributes(name, c, false); err != nil {
 			return err
 		}
 	}
 	return nil
 }
 
-// attributes are what the mount flags of a capability come to. Words that are
-// no restriction of a mount are refused: the CO may add restrictions, so that
-// "dev" or "suid" could not be promised, and a bind has no parameters of a
-// superblock.
-func attributes(field string, c *csi.VolumeCapability, readonly bool) (*prepare.MountAttributes, error) {
-	a := &prepare.MountAttributes{Readonly: readonly || readerOnly(c)}
+// Check refuses, for server.Driver, a volume that does not exist and a
+// capability it does not support.
+func (d *Controller[T]) Check(req *prepare.NodePrepareVolumeRequest) (Entry[T], error) {
+	const field = "volume_capability"
+	e, err := d.Usable(req.GetVolumeId())
+	if err != nil {
+		return e, err
+	}
+	c := req.GetVolumeCapability()
+	if reason := Supported(c); reason != "" {
+		return e, status.Errorf(codes.FailedPrecondition, "%s.%s", field, reason)
+	}
+	_, err = Attributes(field, c, req.GetReadonly())
+	return e, err
+}
+
+// Attributes are what the mount flags of a capability come to. A word that
+// restricts nothing is refused, because the CO may add restrictions, so that
+// "dev" or "suid" could not be promised; one that would be a parameter of a
+// superblock is, because there is none of the driver's.
+func Attributes(field string, c *csi.VolumeCapability, readonly bool) (*prepare.MountAttributes, error) {
+	a := &prepare.MountAttributes{
+		Readonly: readonly || c.GetAccessMode().GetMode() == csi.VolumeCapability_AccessMode_SINGLE_NODE_READER_ONLY,
+	}
 	mount := field + ".mount"
 	field = mount + ".mount_flags"
 	writable := false
@@ -90,7 +104,7 @@ func attributes(field string, c *csi.VolumeCapability, readonly bool) (*prepare.
 		case "strictatime":
 			atime = prepare.MountAttributes_STRICTATIME
 		default:
-			return nil, server.Invalid(field, fmt.Sprintf("%q cannot be honoured by a bind of a directory", server.FlagName(flag)),
+			return nil, server.Invalid(field, fmt.Sprintf("%q cannot be honoured for a directory", server.FlagName(flag)),
 				"use ro, nosuid, nodev, noexec, nosymfollow, nodiratime and one of relatime, noatime, strictatime")
 		}
 		if atime != prepare.MountAttributes_ATIME_UNSPECIFIED {
@@ -104,7 +118,8 @@ func attributes(field string, c *csi.VolumeCapability, readonly bool) (*prepare.
 		return nil, server.Invalid(field, `"rw" contradicts a read-only mount`, "leave it out")
 	}
 	if c.GetMount().GetVolumeMountGroup() != "" {
-		return nil, server.Invalid(mount+".volume_mount_group", "cannot be honoured by a bind of a directory, which has no group of its own", "leave it empty and let the CO change the owner of files")
+		return nil, server.Invalid(mount+".volume_mount_group", "cannot be honoured, the files of a directory keep the owner they have",
+			"leave it empty and let the CO change the owner, or ask for one with the parameters of CreateVolume where the plugin has such")
 	}
 	return a, nil
 }
