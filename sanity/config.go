@@ -52,10 +52,14 @@ type Config struct {
 
 	// VolumeIDs name volumes that exist already, for a plugin that cannot
 	// create any. Two of them let every spec run; nothing but files the
-	// suite made itself is changed in them.
+	// suite made itself is changed in them, or of a block volume 4096 bytes,
+	// which are put back.
 	VolumeIDs []string
 	// VolumeContexts holds the volume_context of each of VolumeIDs.
 	VolumeContexts map[string]map[string]string
+	// Block tests volumes of the block access type. Without it they are of
+	// the mount access type.
+	Block bool
 	// VolumeSize is the capacity the suite asks for when it creates a volume,
 	// in bytes. Zero asks for none.
 	VolumeSize int64
@@ -171,6 +175,9 @@ func (c Config) rerun() string {
 	}
 	for _, id := range c.VolumeIDs {
 		fmt.Fprintf(&b, " --volume-id %s", id)
+	}
+	if c.Block {
+		b.WriteString(" --csi.testvolumeaccesstype block")
 	}
 	return b.String()
 }

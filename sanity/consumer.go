@@ -22,15 +22,21 @@ import (
 // the CO performs can ever be there.
 type consumer struct {
 	target   string
+	volume   string // the id of what was performed last
 	receipts []perform.Receipt
 }
 
 const sentinel = "what lies below"
 
-// consumer makes a place, with a sentinel in the directory to be covered.
+// consumer makes a place, with a sentinel in the directory to be covered, or
+// in the file that is where a device is to appear.
 func (t *trial) consumer() *consumer {
 	root := t.tmpfs()
 	c := &consumer{target: filepath.Join(root, "target")}
+	if t.config.Block {
+		t.write(c.target, sentinel)
+		return c
+	}
 	t.sysfail("making the target", os.Mkdir(c.target, 0o755))
 	t.write(filepath.Join(c.target, "sentinel"), sentinel)
 	return c
@@ -50,6 +56,14 @@ func (c *consumer) file(t *trial) string {
 	return filepath.Join(c.target, "csi-prepare-"+filepath.Base(t.dir))
 }
 
+// sentinel is the file that lies below the mount point.
+func (c *consumer) sentinel(t *trial) string {
+	if t.config.Block {
+		return c.target
+	}
+	return filepath.Join(c.target, "sentinel")
+}
+
 // perform performs the answer to a request at c, and has it undone when the
 // spec ends.
 func (t *trial) perform(c *consumer, r *prepareRequest, answer *prepareResponse) {
@@ -65,9 +79,12 @@ func (t *trial) perform(c *consumer, r *prepareRequest, answer *prepareResponse)
 		if errors.Is(err, perform.ErrSource) && !t.features[RequiresPropagation] && slices.ContainsFunc(specs, bindsOwnMount) {
 			t.fail(requirement.CapabilitiesPropagation, "requires_propagation from a plugin whose source is a mount of its own", "it is not reported, and no such mount has reached the CO")
 		}
+		if errors.Is(err, perform.ErrWritable) {
+			t.unsupported("the device takes writes: whether a consumer may is up to its device cgroup, and the suite gives it none")
+		}
 		t.fail(requirement.PrepareVolumeData, "mount specs that can be performed", "performing them fails, of "+specText(answer, -1))
 	}
-	c.receipts = done.Receipts
+	c.receipts, c.volume = done.Receipts, r.GetVolumeId()
 	t.cleanup(func() error { return t.undoAt(c) })
 }
 

@@ -34,6 +34,8 @@ const (
 	NodeMultiWriter       Feature = "node.single-node-multi-writer"
 	VolumeStats           Feature = "node.get-volume-stats"
 	VolumeMountGroup      Feature = "node.volume-mount-group"
+	ExpandVolume          Feature = "controller.expand-volume"
+	NodeExpandVolume      Feature = "node.expand-volume"
 )
 
 // features is a set of claims.
@@ -42,7 +44,9 @@ type features map[Feature]bool
 func (f features) names() []string {
 	names := make([]string, 0, len(f))
 	for n := range f {
-		names = append(names, string(n))
+		if n != accessMount && n != accessBlock {
+			names = append(names, string(n))
+		}
 	}
 	slices.Sort(names)
 	return names
@@ -127,7 +131,8 @@ type profile struct {
 }
 
 var profiles = []profile{
-	{"node-mount", requirement.SP, []Feature{NodePrepare}, "a plugin that prepares volumes for directories of consumers"},
+	{"node-mount", requirement.SP, []Feature{NodePrepare, accessMount}, "a plugin that prepares volumes for directories of consumers"},
+	{"node-block", requirement.SP, []Feature{NodePrepare, KindBlockDevice, accessBlock}, "a plugin that prepares volumes as raw block devices"},
 	{"co-executor", requirement.CO, nil, "whoever performs mount specs and undoes them"},
 }
 

@@ -108,7 +108,7 @@ func answerSpecs(s *section) {
 				r.Performer.Kinds = []preparev1alpha1.MountKind{preparev1alpha1.MountKind_MOUNT_KIND_EXTENSION}
 			},
 			func(r *prepareRequest) { r.VolumeCapability = t.withFlags(r, "no_such_flag_at_all") },
-			func(r *prepareRequest) { r.VolumeCapability = blockCapability(t.defaultMode()) },
+			func(r *prepareRequest) { r.VolumeCapability = t.otherCapability(t.defaultMode()) },
 		} {
 			r := t.request(t.volume())
 			spoil(r)

@@ -101,7 +101,7 @@ func argumentSpecs(s *section) {
 	})
 	s.spec("a capability the volume does not support is FAILED_PRECONDITION", Covers(requirement.PrepareUnsupportedCapability), func(t *trial) {
 		v := t.volume()
-		block := blockCapability(t.defaultMode())
+		block := t.otherCapability(t.defaultMode())
 		answer, err := t.clients.controller.ValidateVolumeCapabilities(t.ctx, &csi.ValidateVolumeCapabilitiesRequest{
 			VolumeId: v.id, VolumeContext: v.context, VolumeCapabilities: []*csi.VolumeCapability{block},
 			Secrets: t.config.secrets("ControllerValidateVolumeCapabilities"),
@@ -122,7 +122,7 @@ func argumentSpecs(s *section) {
 		r.VolumeCapability = t.withFlags(r, "no_such_flag_at_all")
 		_, err := t.prepare(r)
 		t.wantCode(requirement.PrepareMountFlagRefused, err, codes.InvalidArgument)
-	})
+	}, accessMount)
 	s.spec("an error shows no more of a mount flag than its name", Covers(requirement.PrepareMountFlagMasked), func(t *trial) {
 		r := t.request(t.volume())
 		canary := t.canary()
@@ -133,7 +133,7 @@ func argumentSpecs(s *section) {
 		if err == nil {
 			end(couldNotRun("the plugin accepted the flag, which breaks %s", requirement.PrepareMountFlagRefused))
 		}
-	})
+	}, accessMount)
 	s.spec("a volume_mount_group that cannot be honoured is INVALID_ARGUMENT", Covers(requirement.PrepareMountGroupRefused), func(t *trial) {
 		r := t.request(t.volume())
 		group := "65533"
@@ -146,7 +146,7 @@ func argumentSpecs(s *section) {
 		}
 		_, err := t.prepare(r)
 		t.wantCode(requirement.PrepareMountGroupRefused, err, codes.InvalidArgument)
-	})
+	}, accessMount)
 	s.spec("a volume that is not staged there is FAILED_PRECONDITION", Covers(requirement.PrepareStagingRequired), func(t *trial) {
 		v := t.volume()
 		for name, change := range map[string]func(*prepareRequest){
@@ -174,9 +174,9 @@ func (t *trial) withFlags(r *prepareRequest, flags ...string) *csi.VolumeCapabil
 // plugin gives where that can be had.
 func (t *trial) goneVolume() *volume {
 	if !t.features[CreateDeleteVolume] {
-		return &volume{id: t.name("no-such-volume"), capability: mountCapability(t.defaultMode())}
+		return &volume{id: t.name("no-such-volume"), capability: t.capability(t.defaultMode())}
 	}
-	v := t.bareVolume(mountCapability(t.defaultMode()))
+	v := t.bareVolume(t.capability(t.defaultMode()))
 	_, err := t.clients.controller.DeleteVolume(t.ctx, &csi.DeleteVolumeRequest{VolumeId: v.id, Secrets: t.config.secrets("DeleteVolume")})
 	t.sysfail("DeleteVolume", err)
 	if t.features[StageVolume] {
@@ -186,7 +186,7 @@ func (t *trial) goneVolume() *volume {
 }
 
 func (t *trial) unstagedVolume() string {
-	v := t.bareVolume(mountCapability(t.defaultMode()))
+	v := t.bareVolume(t.capability(t.defaultMode()))
 	t.publish(v)
 	return v.id
 }

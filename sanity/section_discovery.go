@@ -23,6 +23,7 @@ var pluginSections = []writer{
 	{"NodeUnprepareVolume", unprepareSpecs},
 	{"NodeListPreparedVolumes", listSpecs},
 	{"Mount specs", mountSpecSpecs},
+	{"Devices", blockSpecs},
 	{"Concurrency", concurrencySpecs},
 	{"Idempotency", idempotencySpecs},
 	{"Crash and reboot", crashSpecs},

@@ -22,7 +22,7 @@ func idempotencySpecs(s *section) {
 		for what, change := range map[string]func(*prepareRequest){
 			"another readonly":     func(r *prepareRequest) { r.Readonly = !r.Readonly },
 			"another prepare_path": func(r *prepareRequest) { r.PreparePath = t.mkdir("prepare") },
-			"another access mode":  func(r *prepareRequest) { r.VolumeCapability = mountCapability(nodeReader) },
+			"another access mode":  func(r *prepareRequest) { r.VolumeCapability = t.capability(nodeReader) },
 		} {
 			r := t.request(t.volume())
 			t.prepared(r)
@@ -134,7 +134,7 @@ func (t *trial) twice(first, second accessMode) (*prepareRequest, error) {
 	}
 	t.need(requirement.PrepareAnswered, err, "OK to the first prepare_id")
 	other := t.request(v)
-	other.VolumeCapability = mountCapability(second)
+	other.VolumeCapability = t.capability(second)
 	_, err = t.prepare(other)
 	return r, err
 }

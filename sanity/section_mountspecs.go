@@ -125,8 +125,8 @@ func (t *trial) survey() {
 		for _, change := range []func(*prepareRequest){
 			func(*prepareRequest) {},
 			func(r *prepareRequest) { r.Readonly = true },
-			func(r *prepareRequest) { r.VolumeCapability = mountCapability(nodeReader) },
-			func(r *prepareRequest) { r.VolumeCapability = mountCapability(manyReaders) },
+			func(r *prepareRequest) { r.VolumeCapability = t.capability(nodeReader) },
+			func(r *prepareRequest) { r.VolumeCapability = t.capability(manyReaders) },
 			func(r *prepareRequest) {
 				r.Performer.Kinds = append(r.Performer.Kinds, preparev1alpha1.MountKind_MOUNT_KIND_EXTENSION)
 			},

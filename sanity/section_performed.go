@@ -21,25 +21,24 @@ func performedSpecs(s *section) {
 		answer := t.prepared(r)
 		c := t.consumer()
 		t.perform(c, r, answer)
-		seen, err := os.ReadFile(filepath.Join(c.target, "sentinel"))
-		t.want(requirement.PrepareVolumeData, err != nil || string(seen) != sentinel, "the volume at the target", "what lay there before is still visible")
+		t.want(requirement.PrepareVolumeData, t.covered(c), "the volume at the target", "what lay there before is still visible")
 		t.onlyTheseMounts(c, answer)
 		text := t.nonce()
-		t.writeVolume(c.file(t), text)
+		t.put(c, text)
 		t.sysfail("undoing what was performed", t.undoAt(c))
-		same, found := holds(filepath.Join(c.target, "sentinel"), sentinel)
+		same, found := holds(c.sentinel(t), sentinel)
 		t.want(requirement.PrepareVolumeData, same, "the file below the mount point as it was", "%s", found)
-		t.want(requirement.PrepareVolumeData, !exists(c.file(t)), "that what a consumer writes goes into the volume", "it is in the directory below the mount point")
+		t.want(requirement.PrepareVolumeData, t.config.Block || !exists(c.file(t)), "that what a consumer writes goes into the volume", "it is in the directory below the mount point")
 		t.removeFrom(r, text)
 	})
 	s.spec("what one consumer wrote the next one reads", Covers(requirement.PrepareVolumeData), func(t *trial) {
 		v := t.volume()
 		text := t.nonce()
-		t.withVolume(v, false, func(c *consumer) { t.writeVolume(c.file(t), text) })
+		t.withVolume(v, false, func(c *consumer) { t.put(c, text) })
 		t.withVolume(v, false, func(c *consumer) {
-			same, found := holds(c.file(t), text)
+			same, found := t.shows(c, text)
 			t.want(requirement.PrepareVolumeData, same, "what another preparation of the volume wrote", "%s", found)
-			t.sysfail("removing the file", os.Remove(c.file(t)))
+			t.clear(c)
 		})
 	})
 	s.spec("two consumers at a time see one volume", Covers(requirement.PrepareVolumeData), func(t *trial) {
@@ -52,23 +51,24 @@ func performedSpecs(s *section) {
 		t.perform(b, second, answer)
 		for _, way := range []struct{ from, to *consumer }{{a, b}, {b, a}} {
 			text := t.nonce()
-			t.writeVolume(way.from.file(t), text)
-			same, found := holds(way.to.file(t), text)
+			t.put(way.from, text)
+			same, found := t.shows(way.to, text)
 			t.want(requirement.PrepareVolumeData, same, "what the other consumer of the volume just wrote", "%s", found)
 		}
-		t.sysfail("removing the file", os.Remove(a.file(t)))
+		t.clear(a)
 	})
 	s.spec("two volumes do not show each other's data", Covers(requirement.PrepareVolumeData), func(t *trial) {
 		one, two := t.volume(), t.volume()
 		text := t.nonce()
-		t.withVolume(one, false, func(c *consumer) { t.writeVolume(c.file(t), text) })
+		t.withVolume(one, false, func(c *consumer) { t.put(c, text) })
 		t.withVolume(two, false, func(c *consumer) {
-			t.want(requirement.PrepareVolumeData, !exists(c.file(t)), "no file of another volume", "the file written to volume %s is in volume %s", one.id, two.id)
+			same, _ := t.shows(c, text)
+			t.want(requirement.PrepareVolumeData, !same, "nothing of another volume", "what was written to volume %s is in volume %s", one.id, two.id)
 		})
 		t.withVolume(one, false, func(c *consumer) {
-			same, found := holds(c.file(t), text)
+			same, found := t.shows(c, text)
 			t.want(requirement.PrepareVolumeData, same, "the file written to this volume before", "%s", found)
-			t.sysfail("removing the file", os.Remove(c.file(t)))
+			t.clear(c)
 		})
 	})
 	s.spec("the backend has what the consumer wrote, and the reverse", Covers(requirement.PrepareVolumeData), func(t *trial) {
@@ -81,30 +81,30 @@ func performedSpecs(s *section) {
 		c := t.consumer()
 		t.perform(c, r, answer)
 		text := t.nonce()
-		t.writeVolume(c.file(t), text)
+		t.put(c, text)
 		behind := filepath.Join(dir, filepath.Base(c.file(t)))
 		same, found := holds(behind, text)
 		t.want(requirement.PrepareVolumeData, same, "what the consumer wrote in "+dir, "%s", found)
 		text = t.nonce()
 		t.sysfail("writing from the backend's side", os.WriteFile(behind, []byte(text), 0o600))
-		same, found = holds(c.file(t), text)
+		same, found = t.shows(c, text)
 		t.want(requirement.PrepareVolumeData, same, "what was written in "+dir, "%s", found)
-		t.sysfail("removing the file", os.Remove(c.file(t)))
-	}, KindBind)
+		t.clear(c)
+	}, KindBind, accessMount)
 	s.spec("a read-only preparation cannot be written to", Covers(requirement.PrepareReadonly), func(t *trial) {
 		v := t.volume()
 		text := t.nonce()
-		t.withVolume(v, false, func(c *consumer) { t.writeVolume(c.file(t), text) })
-		t.withVolume(v, true, func(c *consumer) { t.refusesWrites(requirement.PrepareReadonly, c.file(t), text) })
-		t.withVolume(v, false, func(c *consumer) { t.sysfail("removing the file", os.Remove(c.file(t))) })
+		t.withVolume(v, false, func(c *consumer) { t.put(c, text) })
+		t.withVolume(v, true, func(c *consumer) { t.refusesWrites(requirement.PrepareReadonly, c, text) })
+		t.withVolume(v, false, func(c *consumer) { t.clear(c) })
 	})
 	s.spec("a READER_ONLY access mode cannot be written to", Covers(requirement.PrepareReaderOnly), func(t *trial) {
 		v := t.volume()
 		text := t.nonce()
-		t.withVolume(v, false, func(c *consumer) { t.writeVolume(c.file(t), text) })
+		t.withVolume(v, false, func(c *consumer) { t.put(c, text) })
 		for _, mode := range []accessMode{nodeReader, manyReaders} {
 			r := t.request(v)
-			r.VolumeCapability = mountCapability(mode)
+			r.VolumeCapability = t.capability(mode)
 			answer, err := t.prepare(r)
 			if status.Code(err) == codes.FailedPrecondition {
 				continue // the volume has no such access mode
@@ -112,21 +112,12 @@ func performedSpecs(s *section) {
 			t.need(requirement.PrepareAnswered, err, "OK or FAILED_PRECONDITION")
 			c := t.consumer()
 			t.perform(c, r, answer)
-			t.refusesWrites(requirement.PrepareReaderOnly, c.file(t), text)
+			t.refusesWrites(requirement.PrepareReaderOnly, c, text)
 			t.sysfail("undoing what was performed", t.undoAt(c))
 			t.unprepared(r)
 		}
-		t.withVolume(v, false, func(c *consumer) { t.sysfail("removing the file", os.Remove(c.file(t))) })
+		t.withVolume(v, false, func(c *consumer) { t.clear(c) })
 	})
-}
-
-// writeVolume writes into a performed volume; a volume that cannot be written
-// to, though nothing said so, is not the one that was asked for.
-func (t *trial) writeVolume(path, text string) {
-	if err := os.WriteFile(path, []byte(text), 0o600); err != nil {
-		t.kernel = errnoName(err)
-		t.fail(requirement.PrepareVolumeData, "a volume that can be written to", "writing a file into it fails")
-	}
 }
 
 // removeFrom removes what the spec wrote into the volume of a preparation,
@@ -135,23 +126,10 @@ func (t *trial) removeFrom(r *prepareRequest, text string) {
 	answer := t.prepared(r)
 	c := t.consumer()
 	t.perform(c, r, answer)
-	same, found := holds(c.file(t), text)
+	same, found := t.shows(c, text)
 	t.want(requirement.PrepareVolumeData, same, "what the consumer wrote before, after a repeated call", "%s", found)
-	t.sysfail("removing the file", os.Remove(c.file(t)))
+	t.clear(c)
 	t.sysfail("undoing what was performed", t.undoAt(c))
-}
-
-func (t *trial) refusesWrites(id requirement.ID, path, text string) {
-	same, found := holds(path, text)
-	if !same {
-		end(couldNotRun("the volume does not show what was written to it (%s), which breaks %s", found, requirement.PrepareVolumeData))
-	}
-	if what, err := writable(path); what != "" {
-		t.kernel = errnoName(err)
-		t.fail(id, "EROFS for "+what, errnoName(err))
-	}
-	same, found = holds(path, text)
-	t.want(id, same, "the file as it was", "%s", found)
 }
 
 // onlyTheseMounts wants one mount for each mount spec at its place below the
@@ -223,7 +201,7 @@ func (t *trial) volumeIn(mode accessMode) (v *volume, e *ending) {
 	if !t.features[CreateDeleteVolume] && mode != t.defaultMode() {
 		return nil, unsupported("whether the volume has the access mode " + mode.String() + " is not known")
 	}
-	return v, caught(func() { v = t.volumeFor(mountCapability(mode)) })
+	return v, caught(func() { v = t.volumeFor(t.capability(mode)) })
 }
 
 // tellsWriters reports whether the plugin has the finer access modes.

@@ -122,7 +122,7 @@ func confinedSpec(t *trial) {
 // climb creates and deletes a volume whose name is a path.
 func (t *trial) climb(name string) {
 	answer, err := t.clients.controller.CreateVolume(t.ctx, &csi.CreateVolumeRequest{
-		Name: name, VolumeCapabilities: []*csi.VolumeCapability{mountCapability(t.defaultMode())},
+		Name: name, VolumeCapabilities: []*csi.VolumeCapability{t.capability(t.defaultMode())},
 		Parameters: t.config.VolumeParameters, Secrets: t.config.secrets("CreateVolume"),
 	})
 	t.alive(err)

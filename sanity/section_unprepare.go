@@ -69,14 +69,14 @@ func unprepareSpecs(s *section) {
 	s.spec("the data outlives the preparation", Covers(requirement.UnprepareDataKept), func(t *trial) {
 		v := t.volume()
 		text := t.nonce()
-		t.withVolume(v, false, func(c *consumer) { t.write(c.file(t), text) })
+		t.withVolume(v, false, func(c *consumer) { t.put(c, text) })
 		for range 2 {
 			t.withVolume(v, true, func(c *consumer) {
-				same, found := holds(c.file(t), text)
+				same, found := t.shows(c, text)
 				t.want(requirement.UnprepareDataKept, same, "the file a consumer wrote before NodeUnprepareVolume, as it was", "%s", found)
 			})
 		}
-		t.withVolume(v, false, func(c *consumer) { t.sysfail("removing the file", os.Remove(c.file(t))) })
+		t.withVolume(v, false, func(c *consumer) { t.clear(c) })
 	})
 	s.spec("a volume is not unstaged while it is prepared", Covers(requirement.UnprepareUnstageRefused), func(t *trial) {
 		v := t.volume()

@@ -33,6 +33,7 @@ func (s *Suite) start(ctx context.Context) (err error) {
 	if s.own, err = mountns.Own(); err != nil {
 		return err
 	}
+	s.loopsBefore = loopSequences()
 	if s.dir, err = os.MkdirTemp(s.config.WorkDir, "prepare-sanity-"); err != nil {
 		return fmt.Errorf("making the working directory: %w", err)
 	}
@@ -167,6 +168,7 @@ func (s *Suite) readyPlugin(ctx context.Context, endpoint string) error {
 			return err
 		}
 	}
+	s.features.chosen(s.config.Block)
 	if p := profileByName(s.config.Profile); p != nil {
 		if f, lacks := s.features.missing(p.requires); lacks {
 			return fmt.Errorf("profile %s: the plugin does not claim %s", p.name, f)

@@ -63,6 +63,8 @@ type Suite struct {
 	gone   string                    // why no spec can run any more
 	// descriptors counts the namespaces that other processes were given.
 	descriptors int
+	// loopsBefore are the loop devices there were when the run began.
+	loopsBefore map[string]uint64
 	// leftLoops are the loop devices that were found left.
 	leftLoops []string
 }

@@ -41,8 +41,10 @@ type trial struct {
 	// kernel is what the kernel said to the last system call of the suite
 	// that failed, or of a performance.
 	kernel string
-	made   int // names handed out
-	given  int // volumes of the user's handed out
+	// stretches are what devices held where the spec wrote, by volume.
+	stretches map[string][]byte
+	made      int // names handed out
+	given     int // volumes of the user's handed out
 }
 
 // run runs one spec, from nothing to nothing.
@@ -54,7 +56,7 @@ func (s *Suite) run(ctx context.Context, d definition) result {
 		return resultOf(couldNotRun("the suite could not start: %v", err))
 	}
 	if f, missing := s.features.missing(d.needs); missing {
-		return result{Outcome: report.Unsupported, Message: fmt.Sprintf("the plugin does not claim %s", f)}
+		return result{Outcome: report.Unsupported, Message: lacking(f)}
 	}
 	if why := s.goneSince(); why != "" {
 		return resultOf(couldNotRun("%s", why))

@@ -39,6 +39,7 @@ type volume struct {
 	context    map[string]string
 	published  map[string]string // publish_context
 	staging    string            // staging_target_path, where the plugin stages
+	capacity   int64             // as CreateVolume answered it
 	capability *csi.VolumeCapability
 	createdNow bool
 }
@@ -64,7 +65,7 @@ func (t *trial) defaultMode() accessMode { return nodeWriter }
 
 // volume provides a volume, published and staged as far as the plugin wants
 // that, for the default access mode.
-func (t *trial) volume() *volume { return t.volumeFor(mountCapability(t.defaultMode())) }
+func (t *trial) volume() *volume { return t.volumeFor(t.capability(t.defaultMode())) }
 
 // volumeFor provides a volume with a capability.
 func (t *trial) volumeFor(c *csi.VolumeCapability) *volume {
@@ -100,7 +101,7 @@ func (t *trial) bareVolume(c *csi.VolumeCapability) *volume {
 		}
 		end(couldNotRun("CreateVolume failed: %s", answered(err)))
 	}
-	v := &volume{id: answer.GetVolume().GetVolumeId(), context: answer.GetVolume().GetVolumeContext(), capability: c, createdNow: true}
+	v := &volume{id: answer.GetVolume().GetVolumeId(), context: answer.GetVolume().GetVolumeContext(), capacity: answer.GetVolume().GetCapacityBytes(), capability: c, createdNow: true}
 	t.cleanup(func() error {
 		_, err := t.clients.controller.DeleteVolume(t.ctx, &csi.DeleteVolumeRequest{VolumeId: v.id, Secrets: t.config.secrets("DeleteVolume")})
 		return wrap("DeleteVolume", err)

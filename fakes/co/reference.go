@@ -121,7 +121,7 @@ func inWords(err error) error {
 		return &StateError{"", err}
 	}
 	for _, state := range []error{
-		perform.ErrTarget, perform.ErrSource, perform.ErrDevice, perform.ErrParameters,
+		perform.ErrTarget, perform.ErrSource, perform.ErrDevice, perform.ErrWritable, perform.ErrParameters,
 		perform.ErrChanged, perform.ErrForeign, perform.ErrReceipt,
 	} {
 		if errors.Is(err, state) {

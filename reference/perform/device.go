@@ -93,7 +93,7 @@ func checkReadonly(u *unit, spec *mountspec.Spec) error {
 	}
 	if refuses == 0 {
 		d := deviceOf(spec)
-		return fmt.Errorf("%w: %d:%d is to be read-only and takes writes, which no mount changes; let the plugin answer with a device that refuses them", ErrDevice, d.Major, d.Minor)
+		return fmt.Errorf("%w: %d:%d is to be read-only, and no mount makes it so; let the plugin answer with one that refuses them", ErrWritable, d.Major, d.Minor)
 	}
 	return nil
 }

@@ -60,6 +60,8 @@ var (
 	ErrSource = errors.New("not the source the spec describes")
 	// ErrDevice is a device that is not there, or is another one by now.
 	ErrDevice = errors.New("not the device the spec describes")
+	// ErrWritable is a device that takes writes and is to be read-only.
+	ErrWritable = errors.New("the device takes writes")
 	// ErrParameters is a superblock that is in use with other parameters.
 	ErrParameters = errors.New("mounted already with other parameters")
 	// ErrChanged is a mount that, read back, is not what was made: somebody

@@ -33,8 +33,8 @@ func TestReadonlyBlockDevice(t *testing.T) {
 		before := r.table()
 		o := r.options(forBlock)
 		_, err := Perform(r.ctx, r.target("consumer/dev"), d.block(true), o)
-		if !errors.Is(err, ErrDevice) || !strings.Contains(err.Error(), "takes writes") {
-			t.Errorf("a writable device, to be read-only: got %v, want ErrDevice", err)
+		if !errors.Is(err, ErrWritable) {
+			t.Errorf("a writable device, to be read-only: got %v, want ErrWritable", err)
 		}
 		r.same(before)
 		must(r, unix.IoctlSetPointerInt(int(d.file.Fd()), unix.BLKROSET, 1))

@@ -3,7 +3,7 @@
 package requirement
 
 // SpecDigest is the SHA-256 of the SPEC.md the constants come from.
-const SpecDigest = "17eaf19dfc71195099f5d89e94f78c756a24639b89bac50fd022ccf51c62d301"
+const SpecDigest = "b4ce8e91e9bb159017e786c12a047c5c44b2469afad6b66ea6514ce4a6855de8"
 
 // The requirements, in the order of SPEC.md.
 const (
@@ -209,6 +209,8 @@ const (
 	FilesystemNamesResolved ID = "filesystem.names-resolved"
 	// The Plugin MUST NOT make a filesystem on a device that is not proven blank.
 	FilesystemBlankDevice ID = "filesystem.blank-device"
+	// The Plugin MUST answer `FAILED_PRECONDITION` to a preparation whose superblock parameters are not those of a living preparation of the same device.
+	FilesystemParametersAgree ID = "filesystem.parameters-agree"
 	// The CO MUST make the first mount of a device exclusively, so that it never gets a superblock with other parameters than it asked for.
 	FilesystemExclusiveFirst ID = "filesystem.exclusive-first"
 	// The CO MUST NOT start a mount helper or a shell to perform a mount spec.
@@ -237,6 +239,10 @@ const (
 	BindMountFSType ID = "bind.mount-fs-type"
 	// The Plugin MUST set `major` of a block device to 1 to 4095 and `minor` to at most 1048575.
 	BlockNumbers ID = "block.numbers"
+	// The Plugin MUST set the numbers and the `diskseq` of a block device to those that the device of the volume has when it answers.
+	BlockCurrent ID = "block.current"
+	// The Plugin MUST answer with a block device of at least the `capacity_bytes` of the volume.
+	BlockSize ID = "block.size"
 	// The Plugin MUST NOT set attributes other than `readonly` on a `BLOCK_DEVICE`.
 	BlockAttributes ID = "block.attributes"
 	// The CO MUST compare the numbers and the `diskseq` of a block device with sysfs at each performance.
@@ -497,6 +503,7 @@ var all = []Requirement{
 	{FilesystemSourceNoPath, MustNot, SP, "Kind FILESYSTEM", "The Plugin MUST NOT return an `opaque` source that whoever performs would open as a path.", "v1alpha1"},
 	{FilesystemNamesResolved, Must, SP, "Kind FILESYSTEM", "The Plugin MUST resolve the name of a server to a numeric address and pass it as a parameter, where the kernel's filesystem does not resolve names.", "v1alpha1"},
 	{FilesystemBlankDevice, MustNot, SP, "Kind FILESYSTEM", "The Plugin MUST NOT make a filesystem on a device that is not proven blank.", "v1alpha1"},
+	{FilesystemParametersAgree, Must, SP, "Kind FILESYSTEM", "The Plugin MUST answer `FAILED_PRECONDITION` to a preparation whose superblock parameters are not those of a living preparation of the same device.", "v1alpha1"},
 	{FilesystemExclusiveFirst, Must, CO, "Kind FILESYSTEM", "The CO MUST make the first mount of a device exclusively, so that it never gets a superblock with other parameters than it asked for.", "v1alpha1"},
 	{FilesystemNoHelper, MustNot, CO, "Kind FILESYSTEM", "The CO MUST NOT start a mount helper or a shell to perform a mount spec.", "v1alpha1"},
 	{BindBaseKnown, Must, SP, "Kind BIND", "The Plugin MUST set `base` to `STAGING`, `PREPARE` or `GRANTED`.", "v1alpha1"},
@@ -511,6 +518,8 @@ var all = []Requirement{
 	{BindTypeMatches, Must, CO, "Kind BIND", "The CO MUST refuse a source whose being a directory or not contradicts `is_file`.", "v1alpha1"},
 	{BindMountFSType, Must, CO, "Kind BIND", "The CO MUST refuse a source that is not covered by a mount of `mount_fs_type` at or below its base, where that field is set.", "v1alpha1"},
 	{BlockNumbers, Must, SP, "Kind BLOCK_DEVICE", "The Plugin MUST set `major` of a block device to 1 to 4095 and `minor` to at most 1048575.", "v1alpha1"},
+	{BlockCurrent, Must, SP, "Kind BLOCK_DEVICE", "The Plugin MUST set the numbers and the `diskseq` of a block device to those that the device of the volume has when it answers.", "v1alpha1"},
+	{BlockSize, Must, SP, "Kind BLOCK_DEVICE", "The Plugin MUST answer with a block device of at least the `capacity_bytes` of the volume.", "v1alpha1"},
 	{BlockAttributes, MustNot, SP, "Kind BLOCK_DEVICE", "The Plugin MUST NOT set attributes other than `readonly` on a `BLOCK_DEVICE`.", "v1alpha1"},
 	{BlockDiskseqChecked, Must, CO, "Kind BLOCK_DEVICE", "The CO MUST compare the numbers and the `diskseq` of a block device with sysfs at each performance.", "v1alpha1"},
 	{BlockOwnerMode, Must, CO, "Kind BLOCK_DEVICE", "The CO MUST choose owner and mode of the device node itself.", "v1alpha1"},

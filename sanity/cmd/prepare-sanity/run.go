@@ -83,7 +83,7 @@ that the suite can perform its mount specs as a CO would.`,
 	f.StringVar(&s.secrets, "csi.secrets", "", "YAML `file` of secrets, by the keys of csi-sanity and NodePrepareVolumeSecret")
 	f.Int64Var(&s.config.VolumeSize, "csi.testvolumesize", 0, "`bytes` of volumes to create; 0 asks for no size")
 	f.StringVar(&s.parameters, "csi.testvolumeparameters", "", "YAML `file` of parameters of CreateVolume")
-	f.StringVar(&s.accessType, "csi.testvolumeaccesstype", "mount", "only mount as yet")
+	f.StringVar(&s.accessType, "csi.testvolumeaccesstype", "mount", "access `type` of the volumes, mount or block; the reports of block are named NAME-raw")
 	addRunFlags(f, &s)
 	return cmd
 }
@@ -191,6 +191,9 @@ func (s *settings) run(cmd *cobra.Command, name string) error {
 	if name == "" {
 		name = fileName(plugin)
 	}
+	if c.Block {
+		name += "-raw"
+	}
 	progress.Total = suite.Total()
 	fmt.Fprintf(out, "Testing %s against SPEC.md, %d specs, seed %d.\n\n", strings.TrimSpace(plugin+" "+version), progress.Total, suite.Seed())
 	// Ginkgo's own reporter would show each failure a second time.
@@ -249,8 +252,12 @@ func (s *settings) read() error {
 	for _, id := range s.ids {
 		c.Only = append(c.Only, requirement.ID(id))
 	}
-	if s.accessType != "" && s.accessType != "mount" {
-		return fmt.Errorf("--csi.testvolumeaccesstype %s: only mount is tested as yet", s.accessType)
+	switch s.accessType {
+	case "", "mount":
+	case "block":
+		c.Block = true
+	default:
+		return fmt.Errorf("--csi.testvolumeaccesstype %s: has to be mount or block", s.accessType)
 	}
 	if c.WorkDir == "" {
 		c.WorkDir = s.stagingDir
