@@ -75,6 +75,7 @@ func (s *suite) incremental(n int) (Case, error) {
 				}
 				return err
 			}},
+			incrementCalls(own.ID(), mark.ID, own.FD()),
 		},
 		Close: func() error {
 			own.Close()

@@ -26,6 +26,9 @@ type Verdict struct {
 	OursMin float64
 	PeerNS  float64
 	PeerMin float64
+	// Floor is the ratio with the product's system calls alone in its place,
+	// where that was measured.
+	Floor Ratio
 	// Missing says why it could not be judged.
 	Missing string
 }
@@ -46,6 +49,18 @@ func (v Verdict) Met() bool {
 	return v.Value() >= v.Goal.Limit
 }
 
+// Bounded reports whether the goal is out of reach here: the system calls
+// alone miss it.
+func (v Verdict) Bounded() bool {
+	if v.Met() || v.Floor.Median == 0 {
+		return false
+	}
+	if v.Goal.AtMost {
+		return v.Floor.Median > v.Goal.Limit
+	}
+	return v.Floor.Median < v.Goal.Limit
+}
+
 // Word is the verdict for people.
 func (v Verdict) Word() string {
 	spans := v.Ratio.P10 <= v.Goal.Limit && v.Goal.Limit <= v.Ratio.P90
@@ -56,6 +71,8 @@ func (v Verdict) Word() string {
 		return "ok (spread crosses the goal)"
 	case v.Met():
 		return "ok"
+	case v.Bounded():
+		return fmt.Sprintf("bounded: with %s %sx", callsAlone, number(v.Floor.Median))
 	case spans && !v.Goal.Minima:
 		return "inconclusive"
 	default:
@@ -89,6 +106,12 @@ func judge(g Goal, results []Result) Verdict {
 		}
 		v.Missing = ""
 		v.Ratio = ratio(of, against)
+		if floor, found := r.Of(callsAlone); found && floor.Variant.Missing == "" {
+			v.Floor = ratio(floor, against)
+			if !g.AtMost {
+				v.Floor = ratio(of, floor)
+			}
+		}
 		ours, peer := of, against
 		if !g.AtMost {
 			ours, peer = against, of

@@ -6,6 +6,7 @@ import (
 	"os"
 	"path/filepath"
 
+	"golang.org/x/sys/unix"
 	mountutils "k8s.io/mount-utils"
 
 	"github.com/moby/sys/mountinfo"
@@ -116,6 +117,7 @@ func (s *suite) bind(n int) (Case, error) {
 			rawBinds(source, target),
 			s.ours.binds(product, nil, nil, target, ""),
 			s.ours.bindAtParent(atParent, target),
+			bindCalls(s.ground.source, unix.AT_FDCWD, target, filepath.Dir(target)),
 			mobyBind(source, target),
 			containerdBinds(source, target, ""),
 			mountUtilsBinds(source, target),
@@ -128,7 +130,7 @@ func (s *suite) tmpfs(n int) (Case, error) {
 	return Case{
 		Name: caseTmpfs, N: n, K: 1, Rounds: s.roundsAt(n), Makes: 1, At: target,
 		Variants: []Variant{
-			rawTmpfs(target), s.ours.tmpfs(target), mobyTmpfs(target), containerdTmpfs(target), mountUtilsTmpfs(target),
+			rawTmpfs(target), s.ours.tmpfs(target), tmpfsCalls(target), mobyTmpfs(target), containerdTmpfs(target), mountUtilsTmpfs(target),
 		},
 	}, nil
 }
@@ -164,6 +166,7 @@ func (s *suite) list(k int) (Case, error) {
 	variants := []Variant{
 		rawBinds(source, below(root, targets)...),
 		s.ours.binds(product, nil, nil, root, targets...),
+		listCalls(s.ground.source, root, s.ground.Dir("trash-alone"), targets...),
 		containerdBinds(source, root, targets...),
 		mountUtilsBinds(source, below(root, targets)...),
 	}
@@ -199,6 +202,7 @@ func (s *suite) audited(n int) (Case, error) {
 		Variants: []Variant{
 			rawBinds(source, below(root, targets)...),
 			s.ours.audited(s.ours.binds(product, nil, nil, root, targets...)),
+			s.ours.audited(listCalls(s.ground.source, root, s.ground.Dir("trash-alone"), targets...)),
 			audited(containerdBinds(source, root, targets...), withInfo, info),
 			audited(mountUtilsBinds(source, below(root, targets)...), withList, list),
 		},
@@ -234,6 +238,8 @@ func (s *suite) busySource(n int) (Case, error) {
 			rawPlainBind(data, target),
 			s.ours.plainBind(product, s.ours.keeping, data, target),
 			s.ours.plainBind("csi-prepare, nothing kept", &perform.Executor{}, data, target),
+			// A kept source has no child mounts, as this one has none.
+			bindCalls(s.ground.source, unix.AT_FDCWD, target, filepath.Dir(target)),
 			containerdPlainBind(data, target),
 		},
 		Close: func() error {

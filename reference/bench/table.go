@@ -75,7 +75,8 @@ type row struct {
 	Peer      string   `json:"peer"`
 	PeerNS    float64  `json:"peer_ns"`
 	PeerMinNS float64  `json:"peer_min_ns"`
-	Ratio     *float64 `json:"ratio"` // null if it could not be measured
+	Ratio     *float64 `json:"ratio"`           // null if it could not be measured
+	Floor     *float64 `json:"floor,omitempty"` // ratio of the system calls alone
 	Goal      float64  `json:"goal"`
 	Direction string   `json:"direction"`
 	Met       *bool    `json:"met"`
@@ -97,6 +98,9 @@ func writeJSON(path string, verdicts []Verdict) error {
 		if v.Missing == "" {
 			value, met := v.Value(), v.Met()
 			r.Ratio, r.Met = &value, &met
+			if v.Floor.Median > 0 {
+				r.Floor = &v.Floor.Median
+			}
 		}
 		rows = append(rows, r)
 	}

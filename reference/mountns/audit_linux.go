@@ -118,12 +118,23 @@ func (n *Namespace) Since(ctx context.Context, w Watermark) (Increment, error) {
 	err := n.reading(ctx, func(ns uint64) error {
 		pooled := idBuffers.Get().(*[]uint64)
 		defer idBuffers.Put(pooled)
-		count, err := n.steady(func() (err error) {
+		list := func() (err error) {
 			*pooled, err = kernel.ListMounts((*pooled)[:0], ns, kernel.Root, w.ID)
 			return err
-		})
+		}
+		if err := list(); err != nil {
+			return err
+		}
+		info, err := kernel.NSStat(n.fd)
 		if err != nil {
 			return err
+		}
+		count := int(info.Mounts)
+		if count != w.Mounts+len(*pooled) {
+			// Uneven for good, or because of a change between the two.
+			if count, err = n.steady(list); err != nil {
+				return err
+			}
 		}
 		ids := *pooled
 		inc.Unexplained = count - w.Mounts - len(ids)
