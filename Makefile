@@ -10,7 +10,7 @@ ARGS     ?=
 GOLANGCI_LINT := github.com/golangci/golangci-lint/v2/cmd/golangci-lint@v2.15.0
 GOFUMPT       := mvdan.cc/gofumpt@v0.12.0
 # What the tests start besides Go: one word a Debian package.
-PACKAGES := util-linux fdisk e2fsprogs xfsprogs btrfs-progs
+PACKAGES := util-linux fdisk e2fsprogs xfsprogs btrfs-progs busybox-static runc crun containerd
 
 .PHONY: help
 help: ## list the targets
@@ -63,6 +63,14 @@ mutants: setup ## kill matrix: each mutant against the suite (FULL=1: against al
 bench: setup ## paired benchmarks against the peers (FOCUS=regexp)
 	@mkdir -p bin; cd reference/bench && go build -o ../../bin/bench .
 	.ci/nothing-left bin/bench -json out/bench.json -chart out/bench.svg $(if $(FOCUS),-focus '$(FOCUS)')
+
+ACTIVATE := reference/mountspec/containerd/activate
+
+.PHONY: e2e
+e2e: setup ## mount specs and real runtimes: runc, crun, containerd and its mount manager
+	@mkdir -p out bin; go test -c -o bin/e2e.test ./reference/e2e; cd $(ACTIVATE) && go test -c -o $(CURDIR)/bin/activate.test .
+	cd reference/e2e && E2E_REPORT=$(CURDIR)/out/e2e.json $(CURDIR)/.ci/nothing-left $(CURDIR)/bin/e2e.test -test.timeout 2m
+	cd $(ACTIVATE) && $(CURDIR)/.ci/nothing-left $(CURDIR)/bin/activate.test -test.timeout 1m
 
 .PHONY: clean
 clean: ## remove out/ and bin/

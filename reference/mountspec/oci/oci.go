@@ -35,6 +35,14 @@ type Options struct {
 	// UserNamespace is true if the container has a user namespace that is
 	// not the node's.
 	UserNamespace bool
+	// Locked is true if what is performed keeps its attributes against root
+	// of that user namespace: the runtime binds it in a mount namespace that
+	// was copied from the node's for it, as runc does. A runtime that clones
+	// it on the node and moves the clone in, as crun does, brings a mount
+	// whose attributes that root can clear. Without Locked, specs that ask
+	// for a restriction are refused; nosuid and nodev of the policy alone are
+	// set and hold against everybody else.
+	Locked bool
 	// NodeNetwork is true if the container is in the node's network
 	// namespace. A runtime makes a network filesystem in the container's.
 	NodeNetwork bool
@@ -153,6 +161,11 @@ func (e *Entries) bind(i int, s *mountspec.Spec, p mountspec.Place, destination 
 			"can clear them: perform it first")
 	}
 
+	if field := restriction(s); field != "" && o.UserNamespace && !o.Locked {
+		return consumer.Refuse(i, field, "the runtime is not known to lock it, and the root of the container's user "+
+			"namespace could clear it: use a runtime that does, or have the superblock, the server or the device refuse")
+	}
+
 	bind, tree := "bind", false
 	if b, ok := s.Kind.(*mountspec.Bind); ok && b.Recursive {
 		// A tree that is performed has its attributes at every mount of it.
@@ -179,6 +192,28 @@ func (e *Entries) bind(i int, s *mountspec.Spec, p mountspec.Place, destination 
 	}
 	e.Mounts = append(e.Mounts, m)
 	return nil
+}
+
+// restriction names an attribute the spec asks for that keeps a consumer from
+// something, "" if it asks for none. A superblock that is read-only needs no
+// attribute for that.
+func restriction(s *mountspec.Spec) string {
+	fs, _ := s.Kind.(*mountspec.Filesystem)
+	for _, a := range [...]struct {
+		on   bool
+		name string
+	}{
+		{s.Attributes.Readonly && (fs == nil || !fs.SuperblockReadonly), "readonly"},
+		{s.Attributes.Nosuid, "nosuid"},
+		{s.Attributes.Nodev, "nodev"},
+		{s.Attributes.Noexec, "noexec"},
+		{s.Attributes.Nosymfollow, "nosymfollow"},
+	} {
+		if a.on {
+			return "attributes." + a.name
+		}
+	}
+	return ""
 }
 
 // words renders attributes, of a whole tree with the words for that, as far as

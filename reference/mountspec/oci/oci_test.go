@@ -91,7 +91,7 @@ func TestConvert(t *testing.T) {
 			"tree that is performed needs them no more",
 			mountspec.Spec{Kind: rbind, Attributes: mountspec.Attributes{Readonly: true, Recursive: true}},
 			performed,
-			Options{UserNamespace: true},
+			Options{UserNamespace: true, Locked: true},
 			specs.Mount{
 				Destination: "/data", Type: "bind", Source: "/run/co/p1/0",
 				Options: []string{"rbind", "ro", "nosuid", "nodev", "rprivate"},
@@ -458,6 +458,14 @@ func TestConvertRefusesWhatWouldBeLost(t *testing.T) {
 			mountspec.Place{Found: "/src", Attributes: mountspec.AttrNosuid | mountspec.AttrNodev},
 			Options{UserNamespace: true},
 			"attributes",
+		},
+
+		{
+			"a restriction that a user namespace could clear",
+			mountspec.Spec{Kind: &mountspec.FUSE{ID: "f"}, Attributes: mountspec.Attributes{Readonly: true}},
+			mountspec.Place{Performed: "/run/co/p1/0", Attributes: mountspec.AttrReadonly | mountspec.AttrNosuid | mountspec.AttrNodev},
+			Options{UserNamespace: true},
+			"attributes.readonly",
 		},
 
 		{"device outside /dev", mountspec.Spec{Kind: device}, node, Options{}, "target"},
