@@ -31,9 +31,17 @@ func Supported(c *csi.VolumeCapability) (reason string) {
 	return ""
 }
 
+func checkCapability(field string, c *csi.VolumeCapability, readonly bool) (reason string, err error) {
+	if reason := Supported(c); reason != "" {
+		return reason, nil
+	}
+	_, err = Attributes(field, c, readonly)
+	return "", err
+}
+
 // checkCapabilities is for CreateVolume, where all that cannot be honoured is
 // INVALID_ARGUMENT.
-func checkCapabilities(caps []*csi.VolumeCapability) error {
+func (d *Controller[T]) checkCapabilities(caps []*csi.VolumeCapability) error {
 	const field = "volume_capabilities"
 	if len(caps) == 0 {
 		return server.Invalid(field, "is required", "set at least one")
@@ -43,10 +51,11 @@ func checkCapabilities(caps []*csi.VolumeCapability) error {
 		if err := server.CheckCapability(name, c); err != nil {
 			return err
 		}
-		if reason := Supported(c); reason != "" {
+		reason, err := d.config.Capability(name, c, false)
+		if reason != "" {
 			return status.Errorf(codes.InvalidArgument, "%s.%s", name, reason)
 		}
-		if _, err := Attributes(name, c, false); err != nil {
+		if err != nil {
 			return err
 		}
 	}
@@ -61,11 +70,10 @@ func (d *Controller[T]) Check(req *prepare.NodePrepareVolumeRequest) (Entry[T], 
 	if err != nil {
 		return e, err
 	}
-	c := req.GetVolumeCapability()
-	if reason := Supported(c); reason != "" {
+	reason, err := d.config.Capability(field, req.GetVolumeCapability(), req.GetReadonly())
+	if reason != "" {
 		return e, status.Errorf(codes.FailedPrecondition, "%s.%s", field, reason)
 	}
-	_, err = Attributes(field, c, req.GetReadonly())
 	return e, err
 }
 

@@ -69,7 +69,7 @@ func checkRange(r *csi.CapacityRange) error {
 func (d *Controller[T]) checkCreate(req *csi.CreateVolumeRequest) error {
 	for _, err := range []error{
 		checkName(req.GetName()),
-		checkCapabilities(req.GetVolumeCapabilities()),
+		d.checkCapabilities(req.GetVolumeCapabilities()),
 		checkRange(req.GetCapacityRange()),
 		d.checkSource(req.GetVolumeContentSource()),
 	} {
@@ -237,9 +237,14 @@ func (d *Controller[T]) abandon(ctx context.Context, e Entry[T], reason error) e
 
 func (d *Controller[T]) describe(e Entry[T]) *csi.Volume {
 	v := &csi.Volume{
-		VolumeId:           e.Key.Volume,
-		CapacityBytes:      d.config.Driver.Capacity(e.Value),
-		AccessibleTopology: []*csi.Topology{d.config.Node.topology()},
+		VolumeId:      e.Key.Volume,
+		CapacityBytes: d.config.Driver.Capacity(e.Value),
+	}
+	if t := d.config.Node.topology(); t != nil {
+		v.AccessibleTopology = []*csi.Topology{t}
+	}
+	if d.config.Context != nil {
+		v.VolumeContext = d.config.Context(e)
 	}
 	switch s := e.Value.Source; {
 	case s.Snapshot != "":

@@ -5,7 +5,7 @@
 //
 // In a directory of the driver's own, a home, each volume is a directory of
 // "volumes" and each snapshot one of "snapshots", by its id. Both have mode
-// 0700; the data of a volume is open to every user of a consumer. What is
+// 0700, unless the driver says otherwise; the data of a volume is open to every user of a consumer. What is
 // made, copied and removed is reached by descriptors, through no link and no
 // mount.
 package directory
@@ -116,7 +116,15 @@ type Config[T comparable] struct {
 	Copies bool
 	// Capacity says that the driver serves GetCapacity itself.
 	Capacity bool
-	Log      *slog.Logger
+	// Mode of the directories of all volumes and snapshots; 0700 if zero.
+	Mode uint32
+	// Capability stands for Supported and Attributes, if set: it tells why
+	// no volume supports a capability, or what mount flag of it cannot be
+	// honoured.
+	Capability func(field string, c *csi.VolumeCapability, readonly bool) (reason string, err error)
+	// Context is the volume_context of a volume, if set.
+	Context func(Entry[T]) map[string]string
+	Log     *slog.Logger
 }
 
 // Controller serves the Controller service. What it does not serve is
@@ -134,6 +142,12 @@ type Controller[T comparable] struct {
 
 // New reads the volumes and snapshots there are.
 func New[T comparable](c Config[T]) (*Controller[T], error) {
+	if c.Mode == 0 {
+		c.Mode = 0o700
+	}
+	if c.Capability == nil {
+		c.Capability = checkCapability
+	}
 	d := &Controller[T]{config: c, pages: server.NewPages()}
 	var err error
 	if d.volumes, err = server.OpenRecords[Volume[T]](c.State, "volumes"); err != nil {

@@ -28,7 +28,7 @@ func (d *Controller[T]) ValidateVolumeCapabilities(_ context.Context, req *csi.V
 	if _, err := d.Usable(req.GetVolumeId()); err != nil {
 		return nil, server.Status(err)
 	}
-	err := checkCapabilities(req.GetVolumeCapabilities())
+	err := d.checkCapabilities(req.GetVolumeCapabilities())
 	if err == nil {
 		err = d.config.Driver.CheckParameters(req.GetParameters())
 	}

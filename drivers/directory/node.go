@@ -18,7 +18,8 @@ type Node struct {
 	csi.UnimplementedNodeServer
 	// ID of the node.
 	ID string
-	// TopologyKey is the key under which the topology of a volume has it.
+	// TopologyKey is the key under which the topology of a volume has it;
+	// empty where volumes are reached from every node.
 	TopologyKey string
 }
 
@@ -55,6 +56,9 @@ func (n Node) NodeUnpublishVolume(context.Context, *csi.NodeUnpublishVolumeReque
 }
 
 func (n Node) topology() *csi.Topology {
+	if n.TopologyKey == "" {
+		return nil
+	}
 	return &csi.Topology{Segments: map[string]string{n.TopologyKey: n.ID}}
 }
 
@@ -65,6 +69,9 @@ func (n Node) IsHere(t *csi.Topology) bool {
 
 // reachable refuses a topology that leaves out this node.
 func (n Node) reachable(r *csi.TopologyRequirement) error {
+	if n.TopologyKey == "" {
+		return nil
+	}
 	for _, t := range r.GetRequisite() {
 		if n.IsHere(t) {
 			return nil

@@ -32,12 +32,16 @@ func (d *Controller[T]) openAll(home, sub string, create bool) (int, error) {
 	}
 	defer unix.Close(dir)
 	if create {
-		switch err := unix.Mkdirat(dir, sub, 0o700); {
+		switch err := unix.Mkdirat(dir, sub, d.config.Mode); {
 		case errors.Is(err, unix.EEXIST):
 		case err != nil:
 			return -1, fmt.Errorf("home %s: make %s: %w", home, sub, err)
 		default:
-			if err := syncDir(dir, "."); err != nil {
+			err := unix.Fchmodat(dir, sub, d.config.Mode, 0) // whatever the umask
+			if err == nil {
+				err = syncDir(dir, ".")
+			}
+			if err != nil {
 				return -1, fmt.Errorf("home %s: %w", home, err)
 			}
 		}

@@ -16,6 +16,7 @@ import (
 	"github.com/csi-prepare/csi-prepare/drivers/block"
 	"github.com/csi-prepare/csi-prepare/drivers/fuse"
 	"github.com/csi-prepare/csi-prepare/drivers/hostpath"
+	"github.com/csi-prepare/csi-prepare/drivers/nfs"
 	"github.com/csi-prepare/csi-prepare/drivers/server"
 )
 
@@ -49,6 +50,6 @@ NodePrepareVolume with mount specs for the CO to perform, instead of mounting.`,
 		},
 	}
 	cmd.SetFlagErrorFunc(func(_ *cobra.Command, err error) error { return server.UsageError{Err: err} })
-	cmd.AddCommand(hostpath.NewCommand(), fuse.NewCommand(), block.NewCommand())
+	cmd.AddCommand(hostpath.NewCommand(), fuse.NewCommand(), block.NewCommand(), nfs.NewCommand())
 	return cmd
 }
