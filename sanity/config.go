@@ -4,6 +4,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"maps"
 	"path/filepath"
 	"slices"
 	"strings"
@@ -42,6 +43,12 @@ type Config struct {
 
 	// Grants are the directories the operator granted, name to directory.
 	Grants map[string]string
+	// Exports are the directories behind network filesystems, as this
+	// machine reaches them at the server: HOST:PATH to directory.
+	Exports map[string]string
+	// NoServer says why network filesystems cannot be performed here, if
+	// they cannot: what would perform one is could-not-run.
+	NoServer string
 	// StateDir is where the plugin keeps its state, if that is known; the
 	// suite looks there for secrets in clear.
 	StateDir string
@@ -79,7 +86,8 @@ type Config struct {
 
 	// Only restricts the run to the specs that cover one of these.
 	Only []requirement.ID
-	// Profile restricts the run to a profile, which then has to be claimed.
+	// Profile restricts the run to a profile, all of whose features then have
+	// to be claimed, and whose verdict is that of the run.
 	Profile string
 	// Features, if not nil, is what the plugin is meant to have. The run
 	// does not begin if that is not what it reports.
@@ -120,6 +128,9 @@ func (c Config) complete() (Config, error) {
 			return c, fmt.Errorf("grant %s: %q is not an absolute path", name, dir)
 		}
 	}
+	if err := c.checkExports(); err != nil {
+		return c, err
+	}
 	for _, id := range c.Only {
 		if _, ok := requirement.Lookup(id); !ok {
 			return c, fmt.Errorf("requirement %q: no such id; `prepare-sanity list` has them all", id)
@@ -130,8 +141,10 @@ func (c Config) complete() (Config, error) {
 			return c, fmt.Errorf("known failing: requirement %q: no such id; `prepare-sanity list` has them all", id)
 		}
 	}
-	if c.Profile != "" && profileByName(c.Profile) == nil {
+	if p := profileByName(c.Profile); c.Profile != "" && p == nil {
 		return c, fmt.Errorf("profile %q: no such profile; there are %s", c.Profile, strings.Join(profileNames(), ", "))
+	} else if p != nil && p.actor != c.seat() {
+		return c, fmt.Errorf("profile %s: is of the other seat", c.Profile)
 	}
 	if c.seat() == requirement.SP && c.Endpoint == "" && len(c.Exec) == 0 {
 		return c, errors.New("endpoint: is empty; give the plugin's socket, or a command that starts it")
@@ -172,6 +185,9 @@ func (c Config) rerun() string {
 	slices.Sort(names)
 	for _, name := range names {
 		fmt.Fprintf(&b, " --grant %s=%s", name, c.Grants[name])
+	}
+	for _, export := range slices.Sorted(maps.Keys(c.Exports)) {
+		fmt.Fprintf(&b, " --export %s=%s", export, c.Exports[export])
 	}
 	for _, id := range c.VolumeIDs {
 		fmt.Fprintf(&b, " --volume-id %s", id)

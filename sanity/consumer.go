@@ -71,8 +71,10 @@ func (t *trial) perform(c *consumer, r *prepareRequest, answer *prepareResponse)
 		end(couldNotRun("the mount specs break %s, so nothing of them is performed: %s", v.Requirement, v.Detail))
 	}
 	specs, _ := wire.FromProto(answer.GetMountSpecs())
+	t.performable(specs)
 	done, err := perform.Perform(t.ctx, perform.Target{Path: c.target}, specs, perform.Options{
 		Request: wire.RequestFromProto(r), Staging: r.GetStagingTargetPath(), Prepare: r.GetPreparePath(), Grants: t.config.Grants,
+		Timeout: t.config.Timeout,
 	})
 	if err != nil {
 		t.kernel = err.Error()
@@ -126,6 +128,9 @@ func (t *trial) withVolume(v *volume, readonly bool, f func(*consumer)) {
 func (t *trial) backend(r *prepareRequest, answer *prepareResponse) (dir string, known bool) {
 	if len(answer.GetMountSpecs()) == 0 {
 		return "", false
+	}
+	if fs := answer.GetMountSpecs()[0].GetFilesystem(); fs != nil {
+		return t.config.exported(fs.GetOpaque())
 	}
 	source := answer.GetMountSpecs()[0].GetBind().GetSource()
 	if source == nil {

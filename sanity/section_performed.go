@@ -76,7 +76,7 @@ func performedSpecs(s *section) {
 		answer := t.prepared(r)
 		dir, known := t.backend(r, answer)
 		if !known {
-			t.unsupported("the suite knows no directory behind the volume; --grant NAME=DIR names those of a plugin that binds")
+			t.unsupported("the suite knows no directory behind the volume; --grant NAME=DIR names those of a plugin that binds, --export HOST:PATH=DIR those of a server")
 		}
 		c := t.consumer()
 		t.perform(c, r, answer)
@@ -90,7 +90,7 @@ func performedSpecs(s *section) {
 		same, found = t.shows(c, text)
 		t.want(requirement.PrepareVolumeData, same, "what was written in "+dir, "%s", found)
 		t.clear(c)
-	}, KindBind, accessMount)
+	}, accessMount)
 	s.spec("a read-only preparation cannot be written to", Covers(requirement.PrepareReadonly), func(t *trial) {
 		v := t.volume()
 		text := t.nonce()

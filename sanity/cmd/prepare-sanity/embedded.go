@@ -2,11 +2,13 @@ package main
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"net"
 	"os"
 	"os/signal"
 	"path/filepath"
+	"slices"
 	"strings"
 
 	"github.com/spf13/cobra"
@@ -15,6 +17,7 @@ import (
 
 	"github.com/csi-prepare/csi-prepare/drivers/block"
 	"github.com/csi-prepare/csi-prepare/drivers/hostpath"
+	"github.com/csi-prepare/csi-prepare/drivers/nfs"
 	"github.com/csi-prepare/csi-prepare/fakes/co"
 )
 
@@ -27,8 +30,8 @@ const (
 
 // embed makes the reference driver what is tested.
 func (s *settings) embed() error {
-	if s.driver != "hostpath" && s.driver != "block" {
-		return fmt.Errorf("--driver %s: there is no such reference driver; there are hostpath and block", s.driver)
+	if !slices.Contains([]string{"hostpath", "block", "nfs"}, s.driver) {
+		return fmt.Errorf("--driver %s: there is no such reference driver; there are hostpath, block and nfs", s.driver)
 	}
 	dir, err := os.MkdirTemp(s.config.WorkDir, "prepare-sanity-"+s.driver+"-")
 	if err != nil {
@@ -44,14 +47,39 @@ func (s *settings) embed() error {
 		return fmt.Errorf("making a directory for volumes: %w", err)
 	}
 	s.config.Exec = []string{self, embeddedDriver, s.driver, "--state-dir", state, "--node-id", "sanity", "--verbose"}
-	if s.driver == "block" {
+	switch s.driver {
+	case "block":
 		s.config.Exec = append(s.config.Exec, "--dir", volumes)
-	} else {
+	case "nfs":
+		if err := s.embedNFS(volumes); err != nil {
+			return err
+		}
+	default:
 		s.config.Exec = append(s.config.Exec, "--grant", "data="+volumes)
 		s.config.Grants = map[string]string{"data": volumes}
 	}
 	s.config.StateDir = state
 	s.config.Rerun = "prepare-sanity run"
+	return nil
+}
+
+// embedNFS has the driver use the one export that was given, or one of no
+// server, whose volumes cannot be performed then.
+func (s *settings) embedNFS(volumes string) error {
+	export, root := "localhost:"+volumes, volumes
+	switch len(s.exports) {
+	case 0:
+		s.config.NoServer = "needs an NFS server; --export HOST:PATH=DIR names an export and the directory it is of"
+	case 1:
+		i := strings.LastIndexByte(s.exports[0], '=')
+		if i < 0 {
+			return fmt.Errorf("--export %s: write it as HOST:PATH=DIR", s.exports[0])
+		}
+		export, root = s.exports[0][:i], s.exports[0][i+1:]
+	default:
+		return errors.New("--export: the NFS driver has one; give it once")
+	}
+	s.config.Exec = append(s.config.Exec, "--export", export, "--root", root)
 	return nil
 }
 
@@ -73,7 +101,7 @@ func (s *settings) embedExecutor() error {
 
 func newEmbedded() *cobra.Command {
 	cmd := &cobra.Command{Use: embeddedDriver, Hidden: true}
-	for _, driver := range []*cobra.Command{hostpath.NewCommand(), block.NewCommand()} {
+	for _, driver := range []*cobra.Command{hostpath.NewCommand(), block.NewCommand(), nfs.NewCommand()} {
 		serve := driver.RunE
 		driver.RunE = func(cmd *cobra.Command, args []string) error {
 			ctx, stop := signal.NotifyContext(cmd.Context(), unix.SIGTERM, unix.SIGINT)

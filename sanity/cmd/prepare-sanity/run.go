@@ -6,6 +6,7 @@ import (
 	"io"
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
 	"time"
 
@@ -26,6 +27,7 @@ type settings struct {
 
 	driver, exec   string
 	grants, ids    []string
+	exports        []string
 	reports        string
 	junit          string
 	features       string
@@ -76,6 +78,7 @@ that the suite can perform its mount specs as a CO would.`,
 	f.StringVar(&s.exec, "exec", "", "`command` that starts the plugin; $CSI_ENDPOINT and {endpoint} tell it where to listen")
 	f.StringVar(&s.driver, "driver", "hostpath", "reference `driver` to test if neither is given")
 	f.StringArrayVar(&s.grants, "grant", nil, "`NAME=DIR`: a directory the operator granted; may be repeated")
+	f.StringArrayVar(&s.exports, "export", nil, "`HOST:PATH=DIR`: a directory behind network filesystems, as it is reached at the server; may be repeated")
 	f.StringVar(&s.config.StateDir, "state-dir", "", "`directory` of the plugin's state, to be searched for secrets")
 	f.StringArrayVar(&s.config.VolumeIDs, "volume-id", nil, "`id` of a volume that exists, for a plugin that creates none; two let every spec run")
 	f.StringVar(&s.config.WorkDir, "csi.mountdir", "", "as --work-dir")
@@ -148,11 +151,16 @@ func addRunFlags(f *pflag.FlagSet, s *settings) {
 }
 
 func profileText() string {
+	return strings.Join(profileNames(), ", ")
+}
+
+func profileNames() []string {
 	var names []string
 	for name := range sanity.Profiles() {
-		names = append(names, name)
+		names = append(names, string(name))
 	}
-	return strings.Join(names, ", ")
+	slices.Sort(names)
+	return names
 }
 
 // failed is what Ginkgo tells of failures.
@@ -234,6 +242,16 @@ func (s *settings) read() error {
 	c := &s.config
 	if s.exec != "" {
 		c.Exec = []string{"sh", "-c", "exec " + s.exec}
+	}
+	for _, text := range s.exports {
+		i := strings.LastIndexByte(text, '=')
+		if i < 0 {
+			return fmt.Errorf("--export %s: write it as HOST:PATH=DIR", text)
+		}
+		if c.Exports == nil {
+			c.Exports = map[string]string{}
+		}
+		c.Exports[text[:i]] = text[i+1:]
 	}
 	for _, g := range s.grants {
 		name, dir, found := strings.Cut(g, "=")
