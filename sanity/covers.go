@@ -31,16 +31,18 @@ type needs []Feature
 
 // definition is a spec before it runs.
 type definition struct {
-	name   string
-	covers Coverage
-	needs  needs
-	body   func(*trial)
+	name     string
+	covers   Coverage
+	needs    needs
+	profiles []Profile
+	body     func(*trial)
 }
 
 // section collects the specs of one section of SPEC.md.
 type section struct {
-	name  string
-	specs []definition
+	name     string
+	profiles []Profile
+	specs    []definition
 }
 
 // spec adds a spec. The arguments are one Coverage, at most one needs, and
@@ -49,15 +51,19 @@ func (s *section) spec(name string, covers Coverage, body func(*trial), n ...Fea
 	if len(covers) == 0 {
 		panic(fmt.Sprintf("spec %q covers no requirement", name))
 	}
-	s.specs = append(s.specs, definition{name: name, covers: covers, needs: n, body: body})
+	of := belong(s.profiles, n)
+	if len(of) == 0 {
+		panic(fmt.Sprintf("spec %q belongs to no profile: what it needs, none of %v has", name, s.profiles))
+	}
+	s.specs = append(s.specs, definition{name: name, covers: covers, needs: append(implied(of), n...), profiles: of, body: body})
 }
 
 // sections returns the specs of a seat, in the order of SPEC.md.
 func sections(actor requirement.Actor) []section {
 	if actor == requirement.CO {
-		return collect(executorSections)
+		return collect(executorSections, []Profile{COExecutor})
 	}
-	return collect(pluginSections)
+	return collect(pluginSections, preparing)
 }
 
 // writer writes the specs of a section.
@@ -66,10 +72,10 @@ type writer struct {
 	write func(*section)
 }
 
-func collect(writers []writer) []section {
+func collect(writers []writer, of []Profile) []section {
 	var all []section
 	for _, w := range writers {
-		s := section{name: w.name}
+		s := section{name: w.name, profiles: of}
 		w.write(&s)
 		all = append(all, s)
 	}
@@ -83,6 +89,7 @@ type Listing struct {
 	Name     string
 	Covers   Coverage
 	Features []Feature
+	Profiles []Profile
 }
 
 // List returns every spec of both seats.
@@ -91,7 +98,7 @@ func List() []Listing {
 	for _, actor := range []requirement.Actor{requirement.SP, requirement.CO} {
 		for _, sec := range sections(actor) {
 			for _, d := range sec.specs {
-				all = append(all, Listing{actor, sec.name, d.name, slices.Clone(d.covers), slices.Clone(d.needs)})
+				all = append(all, Listing{actor, sec.name, d.name, slices.Clone(d.covers), slices.Clone(d.needs), slices.Clone(d.profiles)})
 			}
 		}
 	}

@@ -7,9 +7,10 @@ import (
 	"strings"
 
 	"github.com/container-storage-interface/spec/lib/go/csi"
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/status"
 
 	"github.com/csi-prepare/csi-prepare/spec/preparev1alpha1"
-	"github.com/csi-prepare/csi-prepare/spec/requirement"
 )
 
 // Feature is something optional that a plugin claims, by a name made from the
@@ -18,6 +19,9 @@ type Feature string
 
 // The features specs ask for.
 const (
+	ControllerService     Feature = "plugin.controller-service"
+	NodeService           Feature = "node"
+	PublishOnNode         Feature = "node.publish-unpublish-volume"
 	NodePrepare           Feature = "node-prepare"
 	RequiresPropagation   Feature = "node-prepare.requires-propagation"
 	RefreshableContext    Feature = "node-prepare.refreshable-context"
@@ -36,6 +40,9 @@ const (
 	VolumeMountGroup      Feature = "node.volume-mount-group"
 	ExpandVolume          Feature = "controller.expand-volume"
 	NodeExpandVolume      Feature = "node.expand-volume"
+	// NetworkFilesystem is seen in what the plugin answers: no capability
+	// tells it. To run with the profile node-network claims it.
+	NetworkFilesystem Feature = "network-filesystem"
 )
 
 // features is a set of claims.
@@ -91,16 +98,13 @@ func discover(ctx context.Context, c *clients) (features, error) {
 			}
 		}
 	}
-	node, err := c.node.NodeGetCapabilities(ctx, &csi.NodeGetCapabilitiesRequest{})
-	if err != nil {
-		return nil, fmt.Errorf("NodeGetCapabilities: %w", err)
-	}
-	for _, k := range node.GetCapabilities() {
-		if r := k.GetRpc(); r != nil {
-			f[Feature("node."+word(r.GetType().String()))] = true
-		}
+	if err := f.ofNode(ctx, c); err != nil {
+		return nil, err
 	}
 	prepare, err := c.prepare.NodePrepareGetCapabilities(ctx, &preparev1alpha1.NodePrepareGetCapabilitiesRequest{})
+	if status.Code(err) == codes.Unimplemented {
+		return f, nil // a plugin of before NodePrepare
+	}
 	if err != nil {
 		return nil, fmt.Errorf("NodePrepareGetCapabilities: %w", err)
 	}
@@ -118,46 +122,35 @@ func discover(ctx context.Context, c *clients) (features, error) {
 	return f, nil
 }
 
-func kindFeature(k preparev1alpha1.MountKind) Feature {
-	return Feature("node-prepare.kind." + word(strings.TrimPrefix(k.String(), "MOUNT_KIND_")))
-}
-
-// profile is a named set of features, with a verdict of its own.
-type profile struct {
-	name     string
-	actor    requirement.Actor
-	requires []Feature
-	about    string
-}
-
-var profiles = []profile{
-	{"node-mount", requirement.SP, []Feature{NodePrepare, accessMount}, "a plugin that prepares volumes for directories of consumers"},
-	{"node-block", requirement.SP, []Feature{NodePrepare, KindBlockDevice, accessBlock}, "a plugin that prepares volumes as raw block devices"},
-	{"co-executor", requirement.CO, nil, "whoever performs mount specs and undoes them"},
-}
-
-func profileByName(name string) *profile {
-	if i := slices.IndexFunc(profiles, func(p profile) bool { return p.name == name }); i >= 0 {
-		return &profiles[i]
+// ofNode adds what the Node service claims. Whether the plugin publishes
+// volumes itself is told by no capability: one that does not answers
+// UNIMPLEMENTED before it looks at the arguments, and these are none.
+func (f features) ofNode(ctx context.Context, c *clients) error {
+	node, err := c.node.NodeGetCapabilities(ctx, &csi.NodeGetCapabilitiesRequest{})
+	if status.Code(err) == codes.Unimplemented {
+		return nil // a plugin of the Controller service alone
+	}
+	if err != nil {
+		return fmt.Errorf("NodeGetCapabilities: %w", err)
+	}
+	f[NodeService] = true
+	for _, k := range node.GetCapabilities() {
+		if r := k.GetRpc(); r != nil {
+			f[Feature("node."+word(r.GetType().String()))] = true
+		}
+	}
+	switch _, err := c.node.NodePublishVolume(ctx, &csi.NodePublishVolumeRequest{}); status.Code(err) {
+	case codes.Unimplemented:
+	case codes.Unavailable, codes.DeadlineExceeded, codes.Canceled:
+		return fmt.Errorf("NodePublishVolume: %w", err)
+	default:
+		f[PublishOnNode] = true
 	}
 	return nil
 }
 
-func profileNames() []string {
-	var names []string
-	for _, p := range profiles {
-		names = append(names, p.name)
-	}
-	return names
-}
-
-// Profiles returns the names of the profiles and what each is about.
-func Profiles() map[string]string {
-	about := map[string]string{}
-	for _, p := range profiles {
-		about[p.name] = p.about
-	}
-	return about
+func kindFeature(k preparev1alpha1.MountKind) Feature {
+	return Feature("node-prepare.kind." + word(strings.TrimPrefix(k.String(), "MOUNT_KIND_")))
 }
 
 // compareFeatures reports how what is claimed differs from what is declared.

@@ -54,13 +54,14 @@ func (s *Suite) register() {
 		for _, sec := range sections(s.actor) {
 			ginkgo.Context(sec.name, at(sec.specs[0].covers[0]), func() {
 				for _, d := range sec.specs {
+					s.profilesOf[sec.name+": "+d.name] = d.profiles
 					ginkgo.It(d.name, at(d.covers[0]), d.covers.labels(), ginkgo.SpecTimeout(specTimeout), s.leaf(d))
 				}
 			})
 		}
 		ginkgo.ReportAfterEach(func(r ginkgo.SpecReport) {
 			if s.given.Progress != nil {
-				spec, _ := specOf(r)
+				spec, _ := s.specOf(r)
 				s.given.Progress(spec)
 			}
 		})
@@ -99,10 +100,14 @@ func (s *Suite) leaf(d definition) func(ginkgo.SpecContext) {
 }
 
 // specOf turns Ginkgo's report of a spec into ours.
-func specOf(r ginkgo.SpecReport) (report.Spec, result) {
+func (s *Suite) specOf(r ginkgo.SpecReport) (report.Spec, result) {
 	spec := report.Spec{Name: r.LeafNodeText, Seconds: r.RunTime.Seconds(), Outcome: report.Filtered, Message: "left out by a filter of Ginkgo"}
 	if n := len(r.ContainerHierarchyTexts); n > 0 {
-		spec.Name = r.ContainerHierarchyTexts[n-1] + ": " + spec.Name
+		spec.Section = r.ContainerHierarchyTexts[n-1]
+		spec.Name = spec.Section + ": " + spec.Name
+	}
+	for _, p := range s.profilesOf[spec.Name] {
+		spec.Profiles = append(spec.Profiles, string(p))
 	}
 	for _, label := range r.Labels() {
 		if _, ok := requirement.Lookup(requirement.ID(label)); ok {
@@ -148,7 +153,7 @@ func (s *Suite) finish(all ginkgo.Report) error {
 	})
 	for _, spec := range all.SpecReports {
 		if spec.LeafNodeType.Is(types.NodeTypeIt) && len(spec.ContainerHierarchyTexts) > 0 && spec.ContainerHierarchyTexts[0] == s.title() {
-			done, how := specOf(spec)
+			done, how := s.specOf(spec)
 			r.Specs = append(r.Specs, done)
 			if how.Body > 0 {
 				overheads = append(overheads, spec.RunTime-time.Duration(how.Body*float64(time.Second)))
@@ -161,23 +166,12 @@ func (s *Suite) finish(all ginkgo.Report) error {
 	}
 	listed := s.config.KnownFailing.Apply(r.Specs)
 	r.Judge(s.actor)
-	for _, p := range profiles {
-		if p.actor == s.actor {
-			r.Profiles = append(r.Profiles, report.Profile{Name: p.name, Outcome: s.profileOutcome(p, r)})
-		}
-	}
+	r.Profiles = s.verdicts(r)
 	s.err = errors.Join(s.err, listed)
 	if s.given.Report != nil {
 		s.err = errors.Join(s.err, s.given.Report(r))
 	}
 	return s.err
-}
-
-func (s *Suite) profileOutcome(p profile, r *report.Report) report.Outcome {
-	if _, lacks := s.features.missing(p.requires); lacks {
-		return report.Unsupported
-	}
-	return r.Verdict()
 }
 
 func kernelRelease() string {

@@ -20,6 +20,8 @@ type observed struct {
 	answers int
 	// kinds returned so far.
 	kinds map[preparev1alpha1.MountKind]bool
+	// network is true once a network filesystem was returned.
+	network bool
 	// first answer that broke a rule.
 	first map[requirement.ID]brokenRule
 	// told are the rules some spec has failed because of, or is about to.
@@ -56,6 +58,7 @@ func (o *observed) answer(req, reply proto.Message) {
 	for _, s := range answer.GetMountSpecs() {
 		o.kinds[kindOf(s)] = true
 	}
+	o.network = o.network || overNetwork(answer)
 	for _, v := range violations(request, answer) {
 		if _, known := o.first[v.Requirement]; !known {
 			o.first[v.Requirement] = brokenRule{v.Requirement, line, v.Error() + "\nin " + specText(answer, v.Index)}
@@ -76,6 +79,13 @@ func violations(request *preparev1alpha1.NodePrepareVolumeRequest, answer *prepa
 		}
 	}
 	return found
+}
+
+// overNetwork reports whether a network filesystem was returned so far.
+func (o *observed) overNetwork() bool {
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	return o.network
 }
 
 // broke returns the first answer that broke a rule, and takes note that it is

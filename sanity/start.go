@@ -147,9 +147,6 @@ func (s *Suite) readyPlugin(ctx context.Context, endpoint string) error {
 	err = s.await(ctx, endpoint, "discovery", func(ctx context.Context) error {
 		var err error
 		s.features, err = discover(ctx, c)
-		if code := status.Code(err); code == codes.Unimplemented {
-			return nil
-		}
 		return err
 	})
 	if err != nil {
@@ -160,19 +157,22 @@ func (s *Suite) readyPlugin(ctx context.Context, endpoint string) error {
 		// out of sight: its table is then not read.
 		s.pluginNS, _ = mountns.OfPID(pid)
 	}
-	if s.features == nil {
-		return fmt.Errorf("%w: %s %s does not serve csi.prepare.v1alpha1.NodePrepare", ErrNothingToTest, s.name, s.version)
-	}
 	if s.config.Features != nil {
 		if err := compareFeatures(s.config.Features, s.features); err != nil {
 			return err
 		}
 	}
 	s.features.chosen(s.config.Block)
+	if s.config.Profile == string(NodeNetwork) {
+		s.features[NetworkFilesystem] = true
+	}
 	if p := profileByName(s.config.Profile); p != nil {
-		if f, lacks := s.features.missing(p.requires); lacks {
-			return fmt.Errorf("profile %s: the plugin does not claim %s", p.name, f)
+		if f, lacks := s.features.missing(p.claims); lacks {
+			return fmt.Errorf("profile %s: %s", p.name, lacking(f))
 		}
+	}
+	if !s.testable() {
+		return fmt.Errorf("%w: %s %s serves neither csi.prepare.v1alpha1.NodePrepare nor anything else that has a spec", ErrNothingToTest, s.name, s.version)
 	}
 	if !s.features[CreateDeleteVolume] && len(s.config.VolumeIDs) == 0 {
 		return fmt.Errorf("%w: %s cannot create volumes; name volumes that exist with --volume-id", ErrNothingToTest, s.name)
@@ -181,6 +181,18 @@ func (s *Suite) readyPlugin(ctx context.Context, endpoint string) error {
 		s.node = info.GetNodeId()
 	}
 	return nil
+}
+
+// testable reports whether the plugin claims what any spec needs.
+func (s *Suite) testable() bool {
+	for _, sec := range sections(s.actor) {
+		for _, d := range sec.specs {
+			if _, missing := s.features.missing(d.needs); !missing {
+				return true
+			}
+		}
+	}
+	return false
 }
 
 func untilReady(ctx context.Context, c *clients) error {

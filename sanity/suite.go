@@ -30,6 +30,8 @@ type Suite struct {
 	given  *Config // as the user holds it; read when the run begins
 	config Config
 	actor  requirement.Actor
+	// profilesOf are the profiles of each spec, by section and name.
+	profilesOf map[string][]Profile
 
 	once     sync.Once
 	startErr error
@@ -70,7 +72,7 @@ type Suite struct {
 }
 
 func newSuite(c *Config) *Suite {
-	return &Suite{given: c, actor: c.seat(), broken: map[requirement.ID]string{}}
+	return &Suite{given: c, actor: c.seat(), profilesOf: map[string][]Profile{}, broken: map[requirement.ID]string{}}
 }
 
 // Start begins the run, for a caller that wants to know before the first spec
@@ -123,8 +125,7 @@ func (s *Suite) wanted(d definition) bool {
 	if len(only) > 0 && !slices.ContainsFunc(d.covers, func(id requirement.ID) bool { return slices.Contains(only, id) }) {
 		return false
 	}
-	p := profileByName(s.given.Profile)
-	return p == nil || p.actor == s.actor
+	return s.given.Profile == "" || slices.Contains(d.profiles, Profile(s.given.Profile))
 }
 
 // whom says who is tested, for failure messages.

@@ -71,7 +71,7 @@ func (s *Suite) run(ctx context.Context, d definition) result {
 		// What the end of its time made of the spec says nothing.
 		e = couldNotRun("interrupted, or not at its end after %v", specTimeout)
 	}
-	if e == nil {
+	if e = t.notServed(e); e == nil {
 		e = t.unreported()
 	}
 	if left := t.takeAway(); e == nil {

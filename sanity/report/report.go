@@ -49,12 +49,14 @@ const (
 
 // Report is the result of one run, as it is written to disk.
 type Report struct {
-	APIVersion   string        `json:"apiVersion"`
-	Kind         string        `json:"kind"`
-	Suite        Suite         `json:"suite"`
-	Plugin       Plugin        `json:"plugin"`
-	Kernel       string        `json:"kernel"`
-	Features     []string      `json:"features"`
+	APIVersion string   `json:"apiVersion"`
+	Kind       string   `json:"kind"`
+	Suite      Suite    `json:"suite"`
+	Plugin     Plugin   `json:"plugin"`
+	Kernel     string   `json:"kernel"`
+	Features   []string `json:"features"`
+	// Profile is the one the run was restricted to, "" if to none.
+	Profile      string        `json:"profile,omitempty"`
 	Profiles     []Profile     `json:"profiles"`
 	Requirements []Requirement `json:"requirements"`
 	Specs        []Spec        `json:"specs"`
@@ -79,6 +81,11 @@ type Plugin struct {
 type Profile struct {
 	Name    string  `json:"name"`
 	Outcome Outcome `json:"outcome"`
+	About   string  `json:"about,omitempty"`
+	// Reason says why the profile is not claimed.
+	Reason string `json:"reason,omitempty"`
+	// Requirements counts by outcome those its specs cover.
+	Requirements Summary `json:"requirements"`
 }
 
 // Requirement is one normative sentence with the verdict on it.
@@ -94,14 +101,17 @@ type Requirement struct {
 // Spec is one test with its outcome.
 type Spec struct {
 	Name         string           `json:"name"`
+	Section      string           `json:"section"`
 	Requirements []requirement.ID `json:"requirements"`
-	Outcome      Outcome          `json:"outcome"`
-	Seconds      float64          `json:"seconds"`
-	Message      string           `json:"message"`
+	// Profiles are those the spec belongs to.
+	Profiles []string `json:"profiles"`
+	Outcome  Outcome  `json:"outcome"`
+	Seconds  float64  `json:"seconds"`
+	Message  string   `json:"message"`
 	// Breaks is the requirement a failed spec found broken. It may be one
 	// the spec does not cover, when what the spec builds on failed. Empty
 	// means everything the spec covers.
-	Breaks requirement.ID `json:"-"`
+	Breaks requirement.ID `json:"breaks,omitempty"`
 }
 
 // Summary counts requirements by outcome.
@@ -181,6 +191,25 @@ func (r *Report) Judge(actor requirement.Actor) {
 	}
 }
 
+// JudgeProfile is the verdict on a profile from the specs that belong to it.
+// If lacks says why the profile is not claimed, it is unsupported.
+func (r *Report) JudgeProfile(actor requirement.Actor, name, about, lacks string) Profile {
+	p := Profile{Name: name, About: about, Reason: lacks}
+	part := Report{}
+	for _, s := range r.Specs {
+		if slices.Contains(s.Profiles, name) {
+			part.Specs = append(part.Specs, s)
+		}
+	}
+	part.Judge(actor)
+	p.Requirements, p.Outcome = part.Summary, part.Verdict()
+	p.Requirements.Untested = 0 // those are of other profiles
+	if lacks != "" {
+		p.Outcome = Unsupported
+	}
+	return p
+}
+
 // verdict is what specs show about a requirement that none of them found
 // broken. A spec that failed because of another requirement shows nothing
 // about this one.
@@ -201,8 +230,14 @@ func verdict(specs []Outcome) Outcome {
 
 // Verdict is the outcome over the mandatory requirements: the worst of them,
 // in the order failed, known-failing, could-not-run, filtered. Requirements
-// that no spec covers do not count.
+// that no spec covers do not count. Of a run that was restricted to a profile
+// it is the verdict on that.
 func (r *Report) Verdict() Outcome {
+	for _, p := range r.Profiles {
+		if r.Profile != "" && p.Name == r.Profile {
+			return p.Outcome
+		}
+	}
 	have := map[Outcome]bool{}
 	for _, q := range r.Requirements {
 		if l := q.Level; l == requirement.Must.String() || l == requirement.MustNot.String() {
@@ -231,10 +266,8 @@ func (r *Report) AnyFailed() bool {
 
 // WriteJSON writes the report as indented JSON.
 func (r *Report) WriteJSON(w io.Writer) error {
-	for _, list := range []*[]string{&r.Features} {
-		if *list == nil {
-			*list = []string{}
-		}
+	if r.Features == nil {
+		r.Features = []string{}
 	}
 	if r.Profiles == nil {
 		r.Profiles = []Profile{}

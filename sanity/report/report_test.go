@@ -134,7 +134,7 @@ func TestJSONHasTheAgreedFields(t *testing.T) {
 		{raw["suite"], "seed specDigest version"},
 		{raw["plugin"], "name version"},
 		{raw["requirements"].([]any)[0], "actor id level outcome section specs"},
-		{raw["specs"].([]any)[0], "message name outcome requirements seconds"},
+		{raw["specs"].([]any)[0], "message name outcome profiles requirements seconds section"},
 		{raw["summary"], "could_not_run failed filtered known_failing passed unsupported untested"},
 	} {
 		if diff := cmp.Diff(want.keys, keys(want.of)); diff != "" {
