@@ -23,6 +23,8 @@ type preparation struct {
 	Arguments         argumentDigest `json:"arguments"`
 	// Uncertain is true from before the driver acts until it has succeeded.
 	Uncertain bool `json:"uncertain,omitempty"`
+	// Answer of the first call that was OK.
+	Answer answer `json:"answer,omitempty"`
 }
 
 // accessMode is a CSI access mode, by name on disk.

@@ -13,6 +13,7 @@ import (
 	"golang.org/x/sys/unix"
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/status"
+	"google.golang.org/protobuf/proto"
 
 	prepare "github.com/csi-prepare/csi-prepare/spec/preparev1alpha1"
 )
@@ -48,6 +49,9 @@ type Config struct {
 	BootID string
 	// Kinds the driver may return.
 	Kinds []prepare.MountKind
+	// Propagates says that the driver mounts below prepare_path and that the
+	// mount has to reach the CO by propagation (requires_propagation).
+	Propagates bool
 	// Refreshable are the keys of volume_context that may differ in a
 	// repeated call.
 	Refreshable []string
@@ -87,6 +91,13 @@ func (n *NodePrepare) NodePrepareGetCapabilities(context.Context, *prepare.NodeP
 	for _, k := range n.config.Kinds {
 		caps = append(caps, &prepare.NodePrepareServiceCapability{
 			Type: &prepare.NodePrepareServiceCapability_Kind_{Kind: &prepare.NodePrepareServiceCapability_Kind{Kind: k}},
+		})
+	}
+	if n.config.Propagates {
+		caps = append(caps, &prepare.NodePrepareServiceCapability{
+			Type: &prepare.NodePrepareServiceCapability_RequiresPropagation_{
+				RequiresPropagation: &prepare.NodePrepareServiceCapability_RequiresPropagation{Prepare: true},
+			},
 		})
 	}
 	if len(n.config.Refreshable) > 0 {
@@ -158,6 +169,14 @@ func (n *NodePrepare) prepare(ctx context.Context, req *prepare.NodePrepareVolum
 				"prepare_id: is taken by a preparation with another %s; repeat the first arguments, or call NodeUnprepareVolume first", strings.Join(fields, ", "))
 		}
 	}
+	if len(earlier.Answer) > 0 {
+		performer, err := earlier.Answer.only(req.GetPerformer())
+		if err != nil {
+			return nil, err
+		}
+		req = proto.CloneOf(req)
+		req.Performer = performer
+	}
 	if err := n.config.Driver.Check(ctx, req); err != nil {
 		return nil, n.failed(key, earlier, known, err)
 	}
@@ -182,11 +201,12 @@ func (n *NodePrepare) prepare(ctx context.Context, req *prepare.NodePrepareVolum
 	if err != nil {
 		return nil, n.failed(key, earlier, known, err)
 	}
-	if earlier.Uncertain {
-		p.Uncertain = false
-		if err := n.preparations.Put(key, p); err != nil {
-			return nil, n.failed(key, earlier, known, err)
-		}
+	if !earlier.Uncertain {
+		return earlier.Answer.refreshed(specs)
+	}
+	p.Uncertain, p.Answer = false, answerOf(specs)
+	if err := n.preparations.Put(key, p); err != nil {
+		return nil, n.failed(key, earlier, known, err)
 	}
 	return specs, nil
 }
@@ -330,6 +350,17 @@ func (n *NodePrepare) Writable(volumeID string) (bool, error) {
 	return slices.ContainsFunc(found, func(e Entry[preparation]) bool {
 		return !e.Value.Readonly && !strings.HasSuffix(csi.VolumeCapability_AccessMode_Mode(e.Value.AccessMode).String(), "_READER_ONLY")
 	}), err
+}
+
+// PrepareIDs are those of the volume's preparations, uncertain ones included.
+// Whoever acts on the answer holds the volume's flight.
+func (n *NodePrepare) PrepareIDs(volumeID string) ([]string, error) {
+	found, err := n.preparations.OfVolume(volumeID)
+	var ids []string
+	for _, p := range found {
+		ids = append(ids, p.Key.Name)
+	}
+	return ids, err
 }
 
 // PreparedAs tells whether the volume has a preparation of this id, which may

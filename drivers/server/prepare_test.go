@@ -27,6 +27,8 @@ type binder struct {
 	check, fail error
 	calls       int
 	inside      func() // called in Specs
+	change      func(*prepare.MountSpec)
+	accepting   bool // of any performer
 }
 
 func (b *binder) Check(_ context.Context, req *prepare.NodePrepareVolumeRequest) error {
@@ -35,7 +37,7 @@ func (b *binder) Check(_ context.Context, req *prepare.NodePrepareVolumeRequest)
 	switch {
 	case !slices.Contains([]string{"v1", "v2"}, req.GetVolumeId()):
 		return status.Error(codes.NotFound, "volume_id: no such volume")
-	case !slices.Contains(req.GetPerformer().GetKinds(), prepare.MountKind_MOUNT_KIND_BIND):
+	case !b.accepting && !slices.Contains(req.GetPerformer().GetKinds(), prepare.MountKind_MOUNT_KIND_BIND):
 		return status.Error(codes.FailedPrecondition, "performer.kinds: offer BIND")
 	}
 	return b.check
@@ -51,12 +53,16 @@ func (b *binder) Specs(_ context.Context, req *prepare.NodePrepareVolumeRequest)
 	if b.fail != nil {
 		return nil, b.fail
 	}
-	return []*prepare.MountSpec{{
+	spec := &prepare.MountSpec{
 		Kind: &prepare.MountSpec_Bind{Bind: &prepare.BindMount{Source: &prepare.PathRef{
 			Base: prepare.PathRef_GRANTED, Grant: "data", Relative: req.GetVolumeId(),
 		}}},
 		Attributes: &prepare.MountAttributes{Readonly: req.GetReadonly()},
-	}}, nil
+	}
+	if b.change != nil {
+		b.change(spec)
+	}
+	return []*prepare.MountSpec{spec}, nil
 }
 
 // plugin is a NodePrepare over a state directory, and a CO's directories.
