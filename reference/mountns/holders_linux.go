@@ -3,11 +3,7 @@ package mountns
 import (
 	"context"
 	"fmt"
-	"os"
-	"path/filepath"
-	"slices"
 	"strconv"
-	"strings"
 
 	"golang.org/x/sys/unix"
 
@@ -53,52 +49,15 @@ func Holders(ctx context.Context, id uint64) ([]Holder, error) {
 	if _, err := kernel.UniqueID(unix.AT_FDCWD, "/"); err != nil {
 		return nil, fmt.Errorf("mountns: holders of mount %d: %w", id, err)
 	}
-	each, err := eachProcess(ctx, func(pid string) []Holder { return holdersIn(id, pid) })
-	found := slices.Concat(each...)
-	slices.SortStableFunc(found, func(a, b Holder) int { return a.PID - b.PID })
+	uses, err := Uses(ctx, func(u *Use) bool { return u.Mount == id && u.By != "ns" })
+	found := make([]Holder, len(uses))
+	for i := range uses {
+		found[i] = uses[i].Holder
+	}
 	if err != nil {
 		return found, fmt.Errorf("mountns: holders of mount %d: %w", id, err)
 	}
 	return found, nil
-}
-
-// holdersIn is what one process holds. A process that ends meanwhile, or may not
-// be looked into, holds nothing.
-func holdersIn(id uint64, pid string) []Holder {
-	dir, err := unix.Open(filepath.Join("/proc", pid), unix.O_PATH|unix.O_DIRECTORY|unix.O_CLOEXEC, 0)
-	if err != nil {
-		return nil
-	}
-	defer unix.Close(dir)
-	var found []Holder
-	check := func(by string, fd int, link string) {
-		if kernel.LinkedMount(dir, link) != id {
-			return
-		}
-		h := Holder{By: by, FD: fd}
-		h.PID, _ = strconv.Atoi(pid)
-		h.Path = readlinkAt(dir, link)
-		found = append(found, h)
-	}
-	for _, by := range []string{"cwd", "root", "exe"} {
-		check(by, -1, by)
-	}
-	fds, _ := entries(filepath.Join("/proc", pid, "fd"))
-	for _, name := range fds {
-		fd, _ := strconv.Atoi(name)
-		check("fd", fd, "fd/"+name)
-	}
-	maps, _ := entries(filepath.Join("/proc", pid, "map_files"))
-	for _, name := range maps {
-		check("map", -1, "map_files/"+name)
-	}
-	if len(found) > 0 {
-		command, _ := os.ReadFile(filepath.Join("/proc", pid, "comm"))
-		for i := range found {
-			found[i].Command = strings.TrimSuffix(string(command), "\n")
-		}
-	}
-	return found
 }
 
 func readlinkAt(dir int, name string) string {
