@@ -17,14 +17,19 @@ import (
 
 // Config is what a CO is made of.
 type Config struct {
-	// Dir is a directory for this CO alone, made with mode 0700 if missing,
-	// as an absolute path. Below it are the ledger, every staging path and
+	// Dir is a directory for this CO alone, made with mode 0711 if missing,
+	// by its absolute path. Below it are the ledger, every staging path and
 	// every prepare_path; so it has to be at the same path for the plugins.
+	// The socket of the side channel is below it too, so that its path must
+	// not have more than 58 bytes if FUSE or HANDLE is to be offered.
 	Dir string
 	// Policy is the operator's; nil is the defaults.
 	Policy *Policy
 	// Log gets a line for each act; nil discards. No secret is in it.
 	Log *slog.Logger
+	// Before, if set, is called before each step, with a name of it, and may
+	// end the process: so tests kill a CO at every boundary.
+	Before func(step string)
 }
 
 // CO acts for consumers of volumes on this node. Its methods may be called by
@@ -39,10 +44,16 @@ type CO struct {
 
 	volumes flights
 
-	mu      sync.Mutex
-	plugins map[string]*plugin // by endpoint
+	ctx    context.Context // ends with Close
+	cancel context.CancelFunc
+	tasks  sync.WaitGroup
 
-	// before is called before each step; only tests set it.
+	mu       sync.Mutex
+	closed   bool
+	plugins  map[string]*plugin  // by endpoint
+	channels map[string]*channel // by plugin name
+	uses     map[Key]Use         // those with a server
+
 	before func(step string)
 }
 
@@ -59,11 +70,9 @@ func Open(c Config) (*CO, error) {
 	if err != nil {
 		return nil, fmt.Errorf("read the boot id: %w", err)
 	}
-	if err := privateDir(c.Dir); err != nil {
-		return nil, err
-	}
-	for _, sub := range []string{"staging", "prepare"} {
-		if err := privateDir(filepath.Join(c.Dir, sub)); err != nil {
+	// A plugin may be an ordinary user, who has to get to what is its own.
+	for _, sub := range []string{"", "staging", "prepare", "handoff"} {
+		if err := makeDir(filepath.Join(c.Dir, sub), 0o711); err != nil {
 			return nil, err
 		}
 	}
@@ -77,18 +86,31 @@ func Open(c Config) (*CO, error) {
 	if c.Log == nil {
 		c.Log = slog.New(slog.DiscardHandler)
 	}
-	return &CO{
-		dir: c.Dir, policy: c.Policy, log: c.Log, ledger: l, boot: boot,
-		plugins: map[string]*plugin{}, before: func(string) {},
-	}, nil
+	co := &CO{
+		dir: c.Dir, policy: c.Policy, log: c.Log, ledger: l, boot: boot, before: c.Before,
+		plugins: map[string]*plugin{}, channels: map[string]*channel{}, uses: map[Key]Use{},
+	}
+	if co.before == nil {
+		co.before = func(string) {}
+	}
+	co.ctx, co.cancel = context.WithCancel(context.Background())
+	return co, nil
 }
 
-// Close ends the connections to plugins and gives the directory up. What is
-// performed stays.
+// Close ends the connections to plugins and gives the directory up, once no act
+// is under way. What is performed stays: FUSE servers go on, and deposit their
+// devices with the next CO.
 func (c *CO) Close() error {
 	c.mu.Lock()
-	defer c.mu.Unlock()
+	c.closed = true
+	c.cancel()
+	channels := c.channels
+	c.mu.Unlock()
 	var errs []error
+	for _, ch := range channels {
+		errs = append(errs, ch.Close())
+	}
+	c.tasks.Wait()
 	for _, p := range c.plugins {
 		errs = append(errs, p.conn.Close())
 	}
@@ -269,6 +291,11 @@ func removeDir(ctx context.Context, dir string) error {
 // mountsBelow finds what is mounted at a path or below it, in every mount
 // namespace.
 func mountsBelow(ctx context.Context, path string) ([]FoundMount, error) {
+	return mountsWhere(ctx, func(t *mountns.Table) []mountns.Mount { return t.Below(path) })
+}
+
+// mountsWhere finds mounts in every mount namespace.
+func mountsWhere(ctx context.Context, which func(*mountns.Table) []mountns.Mount) ([]FoundMount, error) {
 	all, err := mountns.All(ctx)
 	if err != nil {
 		return nil, err
@@ -280,7 +307,7 @@ func mountsBelow(ctx context.Context, path string) ([]FoundMount, error) {
 		if err != nil {
 			return nil, err
 		}
-		for _, m := range t.Below(path) {
+		for _, m := range which(t) {
 			found = append(found, FoundMount{ns.ID(), m})
 		}
 	}

@@ -10,6 +10,7 @@ import (
 	"path/filepath"
 	"slices"
 	"strings"
+	"syscall"
 	"testing"
 	"time"
 
@@ -34,6 +35,7 @@ type ground struct {
 	volume   string
 	before   *mountns.Table
 	stateful bool
+	serves   bool // what it answers is FUSE
 }
 
 func newGround(t *testing.T) *ground {
@@ -73,6 +75,12 @@ func (g *ground) start() {
 		state = "kept"
 	}
 	g.plugin = program(rolePlugin, "CO_TEST_DIR="+g.dir, "CO_TEST_STATE="+state)
+	if g.serves {
+		g.plugin.Env = append(g.plugin.Env, "CO_TEST_FUSE=1")
+		// Not in a copy of the mount namespace, which would have copies of
+		// the mounts it serves.
+		g.plugin.SysProcAttr = &syscall.SysProcAttr{Pdeathsig: syscall.SIGKILL}
+	}
 	g.plugin.Stderr = os.Stderr
 	g.must(g.plugin.Start())
 	// The connection to its predecessor may end only with the first call.

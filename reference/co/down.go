@@ -9,8 +9,12 @@ import (
 
 	"github.com/container-storage-interface/spec/lib/go/csi"
 	"golang.org/x/sys/unix"
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/status"
 
+	"github.com/csi-prepare/csi-prepare/reference/fusemount"
 	"github.com/csi-prepare/csi-prepare/reference/mountns"
+	"github.com/csi-prepare/csi-prepare/reference/mountspec"
 	"github.com/csi-prepare/csi-prepare/reference/perform"
 	"github.com/csi-prepare/csi-prepare/spec/preparev1alpha1"
 )
@@ -75,6 +79,14 @@ func (a *act) back(ctx context.Context) error {
 		}
 		a.r.Receipts = nil
 	}
+	defer a.closeControls()
+	a.release(a.r.Key())
+	if len(a.r.Devices) > 0 {
+		if err := a.free(ctx); err != nil {
+			return err
+		}
+		a.r.Devices = nil
+	}
 	if a.r.Phase != Staging && a.r.Phase != Unstaging && a.r.Phase != Removing {
 		if err := a.set(Unpreparing, true); err != nil {
 			return err
@@ -82,6 +94,13 @@ func (a *act) back(ctx context.Context) error {
 		p, err := a.pluginOf(ctx, a.r, &a.s)
 		if err == nil {
 			err = a.unprepare(ctx, p)
+		}
+		if status.Code(err) == codes.FailedPrecondition && len(a.controls) > 0 {
+			// A copy of a mount in somebody's namespace keeps its
+			// connection. It is this CO's to end, now that its consumer
+			// has left.
+			a.log.Warn("a FUSE connection outlives its performance and is aborted", "preparation", a.r.Key().String())
+			err = errors.Join(a.abort(), a.unprepare(ctx, p))
 		}
 		if err != nil {
 			return err
@@ -124,7 +143,7 @@ func (a *act) forget(ctx context.Context) error {
 // void ends a preparation of another boot. Its mounts went with that boot, and
 // the plugin has forgotten it; a directory may be left.
 func (a *act) void(ctx context.Context) error {
-	a.r.Receipts = nil
+	a.r.Receipts, a.r.Devices = nil, nil
 	if err := a.set(Removing, false); err != nil {
 		return err
 	}
@@ -161,15 +180,16 @@ func (a *act) undo(ctx context.Context) error {
 	}
 	step := func(receipts []perform.Receipt) error {
 		return a.s.repeat(ctx, isBusy, func(ctx context.Context) error {
-			_, err := a.step(ctx, a.r.Key(), a.lock, job{Receipts: receipts, Settings: a.s}, file, nil, nil)
+			_, err := a.step(ctx, a.r.Key(), a.lock, task{job: job{Act: actUndo, Receipts: receipts, Settings: a.s}, namespace: file})
 			return err
 		})
 	}
+	a.openControls(ctx, ns)
 	// What was created for the target goes last, and not before the mounts
 	// below it have been counted.
 	mounts, created := withoutCreated(a.r.Receipts)
 	if len(created) > 0 {
-		own, err := a.performedMounts(ctx, ns)
+		own, err := lookup(ctx, ns, mountIDs(a.r.Receipts)...)
 		if err == nil {
 			err = step(mounts)
 		}
@@ -185,8 +205,8 @@ func (a *act) undo(ctx context.Context) error {
 	return err
 }
 
-// performedMounts reads the mounts of the receipts.
-func (a *act) performedMounts(ctx context.Context, ns *mountns.Namespace) ([]mountns.Mount, error) {
+// lookup reads mounts of a namespace, nil for the own.
+func lookup(ctx context.Context, ns *mountns.Namespace, ids ...uint64) ([]mountns.Mount, error) {
 	if ns == nil {
 		own, err := mountns.Own()
 		if err != nil {
@@ -195,7 +215,78 @@ func (a *act) performedMounts(ctx context.Context, ns *mountns.Namespace) ([]mou
 		defer own.Close()
 		ns = own
 	}
-	return ns.Lookup(ctx, mountIDs(a.r.Receipts)...)
+	return ns.Lookup(ctx, ids...)
+}
+
+// openControls gets hold of the FUSE connections that are about to be left,
+// while their mounts show which they are.
+func (a *act) openControls(ctx context.Context, ns *mountns.Namespace) {
+	for _, r := range a.r.Receipts {
+		if r.Kind != mountspec.KindFUSE {
+			continue
+		}
+		before, err := lookup(ctx, ns, r.MountID)
+		if err != nil || len(before) != 1 || before[0].Major != 0 {
+			continue
+		}
+		control, err := fusemount.OpenControl(before[0].Minor)
+		if err != nil {
+			a.log.Warn("no control of a FUSE connection", "preparation", a.r.Key().String(), "error", err)
+			continue
+		}
+		// Attached before and after, so the number was its own meanwhile.
+		if after, err := lookup(ctx, ns, r.MountID); err != nil || len(after) != 1 || after[0].Minor != before[0].Minor {
+			_ = control.Close()
+			continue
+		}
+		a.controls = append(a.controls, control)
+	}
+}
+
+func (a *act) abort() error {
+	var errs []error
+	for _, c := range a.controls {
+		errs = append(errs, c.Abort())
+	}
+	return errors.Join(errs...)
+}
+
+func (a *act) closeControls() {
+	for _, c := range a.controls {
+		_ = c.Close()
+	}
+	a.controls = nil
+}
+
+// free sees that nobody has the devices in use that this CO was the first to
+// use, once no consumer on the node has the volume: a table without a mount of
+// it does not prove that, and whoever takes the device away then destroys data.
+func (a *act) free(ctx context.Context) error {
+	used, err := a.ledger.usedByOthers(a.r.Key(), a.boot)
+	if used || err != nil {
+		return err
+	}
+	err = a.s.repeat(ctx, isBusy, func(ctx context.Context) error {
+		_, err := a.step(ctx, a.r.Key(), a.lock, task{job: job{Act: actFree, Devices: a.r.Devices, Settings: a.s}})
+		return err
+	})
+	var busy *DeviceBusyError
+	if errors.As(err, &busy) {
+		where, found := mountsOfDevice(ctx, busy.Device)
+		return errors.Join(&DeviceBusyError{busy.Device, where}, found)
+	}
+	return err
+}
+
+func mountsOfDevice(ctx context.Context, d Device) ([]FoundMount, error) {
+	return mountsWhere(ctx, func(t *mountns.Table) (found []mountns.Mount) {
+		for _, m := range t.Mounts {
+			if m.Major == d.Major && m.Minor == d.Minor {
+				found = append(found, m)
+			}
+		}
+		return found
+	})
 }
 
 // countBelow looks for mounts below what was created for a target. Copies of
@@ -225,8 +316,9 @@ func (a *act) countBelow(ctx context.Context, dir string, own []mountns.Mount) e
 }
 
 func isBusy(err error) bool {
-	var busy *perform.BusyError
-	return errors.As(err, &busy)
+	var mount *perform.BusyError
+	var device *DeviceBusyError
+	return errors.As(err, &mount) || errors.As(err, &device)
 }
 
 func withoutCreated(receipts []perform.Receipt) (mounts []perform.Receipt, created []string) {

@@ -127,7 +127,7 @@ func decodeRecord(text []byte, position string) (Record, error) {
 // openLedger takes the ledger in the CO's directory for this process.
 func openLedger(dir string) (*ledger, error) {
 	l := &ledger{dir: filepath.Join(dir, "ledger")}
-	if err := privateDir(l.dir); err != nil {
+	if err := makeDir(l.dir, 0o700); err != nil {
 		return nil, err
 	}
 	if err := syncDir(dir); err != nil {
@@ -192,9 +192,14 @@ func readPID(path string) string {
 	return strings.TrimSpace(string(text))
 }
 
-// privateDir makes a directory for root alone, or sees that it is one.
-func privateDir(dir string) error {
-	if err := os.Mkdir(dir, 0o700); err != nil && !errors.Is(err, fs.ErrExist) {
+// makeDir makes a directory of a mode, or sees that others may not do more
+// with the one that is there.
+func makeDir(dir string, mode os.FileMode) error {
+	err := os.Mkdir(dir, mode)
+	if err == nil {
+		return os.Chmod(dir, mode) // whatever the umask
+	}
+	if !errors.Is(err, fs.ErrExist) {
 		return fmt.Errorf("make a directory: %w", err)
 	}
 	info, err := os.Lstat(dir)
@@ -203,8 +208,8 @@ func privateDir(dir string) error {
 		return err
 	case !info.IsDir():
 		return fmt.Errorf("%s: is not a directory", dir)
-	case info.Mode().Perm()&0o077 != 0:
-		return fmt.Errorf("%s: others may enter it (mode %04o); chmod it to 0700, or name another", dir, info.Mode().Perm())
+	case info.Mode().Perm()&0o077&^mode != 0:
+		return fmt.Errorf("%s: others may do too much in it (mode %04o); chmod it to %04o, or name another", dir, info.Mode().Perm(), mode)
 	}
 	return nil
 }
@@ -260,7 +265,7 @@ func (l *ledger) put(r *Record) error {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	stored := *r
-	stored.Receipts = slices.Clone(r.Receipts)
+	stored.Receipts, stored.Devices = slices.Clone(r.Receipts), slices.Clone(r.Devices)
 	l.records[position] = stored
 	return nil
 }

@@ -23,7 +23,7 @@ func testRecord() *Record {
 func testLedger(t *testing.T) (*ledger, string) {
 	t.Helper()
 	dir := filepath.Join(t.TempDir(), "co")
-	if err := privateDir(dir); err != nil {
+	if err := makeDir(dir, 0o711); err != nil {
 		t.Fatal(err)
 	}
 	l, err := openLedger(dir)
@@ -65,7 +65,7 @@ func TestLedgerIsPrivate(t *testing.T) {
 	if err := l.put(r); err != nil {
 		t.Fatal(err)
 	}
-	for path, want := range map[string]os.FileMode{dir: 0o700, l.dir: 0o700, l.file(r.Key().position()): 0o600} {
+	for path, want := range map[string]os.FileMode{dir: 0o711, l.dir: 0o700, l.file(r.Key().position()): 0o600} {
 		if info, err := os.Stat(path); err != nil || info.Mode().Perm() != want {
 			t.Errorf("%s: %v, %v; want %v", path, info.Mode(), err, want)
 		}
@@ -73,8 +73,8 @@ func TestLedgerIsPrivate(t *testing.T) {
 	if err := os.Chmod(dir, 0o755); err != nil {
 		t.Fatal(err)
 	}
-	if err := privateDir(dir); err == nil {
-		t.Error("a directory that others may enter was taken")
+	if err := makeDir(dir, 0o711); err == nil {
+		t.Error("a directory that others may list was taken")
 	}
 }
 

@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"log/slog"
 	"net"
 	"os"
 	"os/exec"
@@ -18,11 +19,16 @@ import (
 	"time"
 
 	"github.com/container-storage-interface/spec/lib/go/csi"
+	gofuse "github.com/hanwen/go-fuse/v2/fuse"
 	"golang.org/x/sys/unix"
 	"google.golang.org/grpc"
 
+	"github.com/csi-prepare/csi-prepare/drivers/fuse"
+	"github.com/csi-prepare/csi-prepare/drivers/fuse/attach"
 	"github.com/csi-prepare/csi-prepare/fakes/sp"
+	"github.com/csi-prepare/csi-prepare/reference/handoff"
 	"github.com/csi-prepare/csi-prepare/reference/perform"
+	"github.com/csi-prepare/csi-prepare/spec/preparev1alpha1"
 )
 
 // The test binary is several programs: the tests, which run in a mount
@@ -33,6 +39,8 @@ const (
 	rolePlugin   = "plugin"
 	roleCO       = "co"
 	roleWait     = "wait" // until its standard input ends
+	roleFUSE     = "fuse" // the FUSE driver
+	roleServe    = "serve"
 )
 
 func TestMain(m *testing.M) {
@@ -46,6 +54,10 @@ func TestMain(m *testing.M) {
 		os.Exit(runPlugin())
 	case role == roleCO:
 		os.Exit(runCO())
+	case role == roleFUSE:
+		os.Exit(runFUSE())
+	case role == roleServe:
+		os.Exit(exitOf(fuse.ServeInherited(slog.New(slog.NewTextHandler(os.Stderr, nil)))))
 	case role == roleWait:
 		_, _ = io.Copy(io.Discard, os.Stdin)
 		return
@@ -78,7 +90,7 @@ func TestMain(m *testing.M) {
 // of fsync(2), which would cost most of the time.
 func runTests(m *testing.M) int {
 	dir := os.Getenv("CO_TEST_TMP")
-	if err := unix.Mount("tests", dir, "tmpfs", 0, "mode=700"); err != nil {
+	if err := unix.Mount("tests", dir, "tmpfs", 0, "mode=711"); err != nil {
 		fmt.Println("tmpfs:", err)
 		return 1
 	}
@@ -111,18 +123,75 @@ func runPlugin() int {
 		server, err = sp.New(config)
 	}
 	if err == nil {
-		err = serve(context.Background(), l, server, func(ctx context.Context, method string, _ any, next func(context.Context) (any, error)) (any, error) {
+		err = serve(context.Background(), l, server, func(ctx context.Context, method string, request any, next func(context.Context) (any, error)) (any, error) {
 			log, err := os.OpenFile(dir+"/calls", os.O_CREATE|os.O_APPEND|os.O_WRONLY, 0o600)
 			if err != nil {
 				return nil, err
 			}
 			defer log.Close()
 			fmt.Fprintln(log, method)
-			return next(ctx)
+			answer, err := next(ctx)
+			if p, ok := request.(*preparev1alpha1.NodePrepareVolumeRequest); ok && err == nil && os.Getenv("CO_TEST_FUSE") != "" {
+				return serveFUSE(ctx, p)
+			}
+			return answer, err
 		})
 	}
 	fmt.Fprintln(os.Stderr, err)
 	return 1
+}
+
+// serveFUSE answers with a FUSE mount that this process serves, and no other
+// can go on with.
+func serveFUSE(ctx context.Context, p *preparev1alpha1.NodePrepareVolumeRequest) (any, error) {
+	specs := &preparev1alpha1.NodePrepareVolumeResponse{MountSpecs: []*preparev1alpha1.MountSpec{{
+		Kind: &preparev1alpha1.MountSpec_Fuse{Fuse: &preparev1alpha1.FuseMount{HandleId: "f"}},
+	}}}
+	if slices.Contains(p.GetHeldHandles(), "f") {
+		return specs, nil
+	}
+	conn, err := handoff.Dial(ctx, p.GetHandleSocket(), handoff.Key{VolumeID: p.GetVolumeId(), PrepareID: p.GetPrepareId()}, p.GetHandoffToken())
+	if err != nil {
+		return nil, err
+	}
+	device, err := conn.RequestFUSE(ctx, "f", handoff.FUSERequest{RootMode: unix.S_IFDIR | 0o755})
+	if err != nil {
+		return nil, err
+	}
+	server, _, err := attach.Start(ctx, device, emptyFS{gofuse.NewDefaultRawFileSystem()}, gofuse.MountOptions{})
+	if err != nil {
+		return nil, err
+	}
+	go server.Serve()
+	return specs, conn.Serving(ctx, "f", handoff.Session{})
+}
+
+// emptyFS has a root and nothing in it.
+type emptyFS struct{ gofuse.RawFileSystem }
+
+func (emptyFS) GetAttr(_ <-chan struct{}, _ *gofuse.GetAttrIn, out *gofuse.AttrOut) gofuse.Status {
+	out.Mode = unix.S_IFDIR | 0o755
+	return gofuse.OK
+}
+
+// runFUSE serves the FUSE driver until it is killed. Its serving processes are
+// this program again.
+func runFUSE() int {
+	dir := os.Getenv("CO_TEST_DIR")
+	_ = os.Setenv(roleVariable, roleServe)
+	return exitOf(fuse.Run(context.Background(), fuse.Config{
+		Endpoint: "unix://" + dir + "/plugin/csi.sock", StateDir: dir + "/plugin/state", NodeID: "node1",
+		Dir: dir + "/plugin/volumes", Program: []string{"/proc/self/exe"},
+		Log: slog.New(slog.NewTextHandler(os.Stderr, nil)),
+	}))
+}
+
+func exitOf(err error) int {
+	if err != nil {
+		fmt.Fprintln(os.Stderr, err)
+		return 1
+	}
+	return 0
 }
 
 // around is called for each RPC of a plugin; next serves it.

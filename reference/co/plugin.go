@@ -3,11 +3,13 @@ package co
 import (
 	"context"
 	"fmt"
+	"net"
 	"strings"
 	"sync"
 	"time"
 
 	"github.com/container-storage-interface/spec/lib/go/csi"
+	"golang.org/x/sys/unix"
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/backoff"
 	"google.golang.org/grpc/codes"
@@ -39,6 +41,7 @@ type plugin struct {
 	mu      sync.Mutex
 	facts   *facts
 	absence error
+	who     owner
 }
 
 // facts are what a plugin says of itself.
@@ -61,13 +64,44 @@ func dial(endpoint string) (*plugin, error) {
 		return nil, fmt.Errorf("endpoint %q: has to be unix:// and an absolute path", endpoint)
 	}
 	p := &plugin{endpoint: endpoint}
-	conn, err := grpc.NewClient(endpoint, grpc.WithTransportCredentials(insecure.NewCredentials()),
-		grpc.WithStatsHandler(p), grpc.WithConnectParams(reconnect))
+	conn, err := grpc.NewClient("passthrough:///"+path, grpc.WithTransportCredentials(insecure.NewCredentials()),
+		grpc.WithAuthority("localhost"), grpc.WithContextDialer(p.dial), grpc.WithStatsHandler(p), grpc.WithConnectParams(reconnect))
 	if err != nil {
 		return nil, fmt.Errorf("endpoint %s: %w", endpoint, err)
 	}
 	p.conn, p.node, p.prepare = conn, csi.NewNodeClient(conn), preparev1alpha1.NewNodePrepareClient(conn)
 	return p, nil
+}
+
+// dial connects, and notes as whom the other process listens.
+func (p *plugin) dial(ctx context.Context, path string) (net.Conn, error) {
+	var d net.Dialer
+	conn, err := d.DialContext(ctx, "unix", path)
+	if err != nil {
+		return nil, err
+	}
+	raw, err := conn.(*net.UnixConn).SyscallConn()
+	if err == nil {
+		err = raw.Control(func(fd uintptr) {
+			if cred, err := unix.GetsockoptUcred(int(fd), unix.SOL_SOCKET, unix.SO_PEERCRED); err == nil {
+				p.mu.Lock()
+				defer p.mu.Unlock()
+				p.who = owner{int(cred.Uid), int(cred.Gid)}
+			}
+		})
+	}
+	if err != nil {
+		_ = conn.Close()
+		return nil, err
+	}
+	return conn, nil
+}
+
+// listener is the user of the process that was connected to last.
+func (p *plugin) listener() owner {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	return p.who
 }
 
 // TagRPC implements stats.Handler.

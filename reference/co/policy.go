@@ -52,6 +52,18 @@ type Settings struct {
 	// Protected are places in a consumer, with all below them, that nothing
 	// is performed onto, besides the ones that always are.
 	Protected []string `json:"protected"`
+	// PluginUID and PluginGID are the user the plugin runs as, to whom its
+	// directories and its end of the side channel belong; nil is whoever
+	// listens at the endpoint.
+	PluginUID *uint32 `json:"pluginUID"`
+	PluginGID *uint32 `json:"pluginGID"`
+	// FUSEMaxRead caps the max_read of FUSE mounts, in bytes; 0 is 1 MiB.
+	// FUSEServerPermissions lets a server decide by itself who may do what.
+	FUSEMaxRead           uint32 `json:"fuseMaxRead"`
+	FUSEServerPermissions bool   `json:"fuseServerPermissions"`
+	// Failover is how long the server of a resumable FUSE mount may be away
+	// before its connection is aborted.
+	Failover Duration `json:"failover"`
 	// CallDeadline bounds one RPC, StepDeadline one act of the kernel's.
 	CallDeadline Duration `json:"callDeadline"`
 	StepDeadline Duration `json:"stepDeadline"`
@@ -75,8 +87,8 @@ func (d *Duration) UnmarshalText(text []byte) error {
 	return err
 }
 
-// offered are the kinds this CO can perform: those without a handoff.
-var offered = []mountspec.KindName{mountspec.KindFilesystem, mountspec.KindBind, mountspec.KindBlockDevice}
+// offered are the kinds this CO can perform: all but extensions.
+var offered = []mountspec.KindName{mountspec.KindFilesystem, mountspec.KindBind, mountspec.KindBlockDevice, mountspec.KindHandle, mountspec.KindFUSE}
 
 // DefaultSettings returns the defaults of SPEC.md, section Security.
 func DefaultSettings() Settings {
@@ -86,7 +98,7 @@ func DefaultSettings() Settings {
 			"ext2", "ext3", "ext4", "xfs", "btrfs",
 			"nfs", "nfs4", "cifs", "smb3", "ceph", "erofs", "squashfs",
 		},
-		FollowLinks: true, CreateTarget: true,
+		FollowLinks: true, CreateTarget: true, Failover: Duration(time.Minute),
 		CallDeadline: Duration(2 * time.Minute), StepDeadline: Duration(30 * time.Second),
 		Attempts: 5, Backoff: Duration(100 * time.Millisecond),
 	}
@@ -211,6 +223,8 @@ func (s *Settings) check() error {
 		return errors.New("callDeadline: has to be positive")
 	case s.StepDeadline <= 0:
 		return errors.New("stepDeadline: has to be positive")
+	case s.Failover <= 0:
+		return errors.New("failover: has to be positive")
 	case s.Attempts < 1:
 		return errors.New("attempts: at least 1")
 	case s.Backoff < 0:

@@ -96,6 +96,8 @@ type Record struct {
 	SpecDigests []string `json:"spec_digests,omitempty"`
 	// Receipts are of what is, or was about to be, performed.
 	Receipts []perform.Receipt `json:"receipts,omitempty"`
+	// Devices have to be free again after undo.
+	Devices []Device `json:"devices,omitempty"`
 
 	// Prepares counts NodePrepareVolume calls; Error is why the last act
 	// failed, without secrets.

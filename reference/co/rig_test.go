@@ -76,6 +76,9 @@ func tempDir(t *testing.T) string {
 			t.Error(err)
 		}
 	})
+	if err := os.Chmod(dir, 0o711); err != nil {
+		t.Fatal(err)
+	}
 	return dir
 }
 

@@ -14,8 +14,6 @@ import (
 	"time"
 
 	"golang.org/x/sys/unix"
-
-	"github.com/csi-prepare/csi-prepare/reference/perform"
 )
 
 // PendingError says that a step of a preparation is still running: it has been
@@ -54,10 +52,21 @@ func (c *CO) hold(ctx context.Context, k Key) (*os.File, error) {
 	}
 }
 
-// step does a job in a child of its own, at most for the deadline. journal is
-// called with receipts that have to be durable before the child goes on.
-func (c *CO) step(ctx context.Context, k Key, lock *os.File, j job, namespace, root *os.File, journal func([]perform.Receipt) error) ([]perform.Receipt, error) {
-	ctx, cancel := context.WithTimeout(ctx, time.Duration(j.Settings.StepDeadline))
+// task is a job with what goes along to the child.
+type task struct {
+	job
+	namespace, root *os.File
+	handles         []given
+	// journal is called with what has to be durable before the child goes
+	// on.
+	journal func(message) error
+	// unblock, if set, ends what a killed child may wait for.
+	unblock func()
+}
+
+// step does a task in a child of its own, at most for the deadline.
+func (c *CO) step(ctx context.Context, k Key, lock *os.File, t task) (message, error) {
+	ctx, cancel := context.WithTimeout(ctx, time.Duration(t.Settings.StepDeadline))
 	defer cancel()
 
 	cmd := exec.Command("/proc/self/exe")
@@ -70,38 +79,43 @@ func (c *CO) step(ctx context.Context, k Key, lock *os.File, j job, namespace, r
 			return 0
 		}
 		cmd.ExtraFiles = append(cmd.ExtraFiles, f)
-		return 2 + len(cmd.ExtraFiles)
+		return firstInherited - 1 + len(cmd.ExtraFiles)
 	}
-	j.Namespace, j.Root = inherit(namespace), inherit(root)
+	t.Namespace, t.Root = inherit(t.namespace), inherit(t.root)
+	for _, g := range t.handles {
+		mount, ns := g.master.Files()
+		t.Handles = append(t.Handles, handleFD{g.handle.ID, g.handle.FUSE, inherit(mount), inherit(ns)})
+	}
+	t.Inherited = len(cmd.ExtraFiles)
 	in, err := cmd.StdinPipe()
 	if err != nil {
-		return nil, err
+		return message{}, err
 	}
 	out, err := cmd.StdoutPipe()
 	if err != nil {
-		return nil, err
+		return message{}, err
 	}
 	var words tail
 	cmd.Stderr = &words
 	if err := cmd.Start(); err != nil {
-		return nil, fmt.Errorf("start a child: %w", err)
+		return message{}, fmt.Errorf("start a child: %w", err)
 	}
 	type outcome struct {
-		receipts []perform.Receipt
-		err      error
+		last message
+		err  error
 	}
 	talked := make(chan outcome, 1)
 	// Once step has returned nothing is written for it any more.
 	var writing sync.Mutex
 	over := false
 	go func() {
-		receipts, err := converse(in, out, &j, func(r []perform.Receipt) error {
+		last, err := converse(in, out, &t.job, func(m message) error {
 			writing.Lock()
 			defer writing.Unlock()
 			if over {
 				return context.Cause(ctx)
 			}
-			return journal(r)
+			return t.journal(m)
 		})
 		_ = in.Close()
 		waited := cmd.Wait() // reaps, also after step has returned
@@ -109,50 +123,53 @@ func (c *CO) step(ctx context.Context, k Key, lock *os.File, j job, namespace, r
 		if err != nil && !errors.As(err, &fault) {
 			err = fmt.Errorf("child %v: %w%s", waited, err, words.text()) //nolint:errorlint // how the child ended is told; the cause is err
 		}
-		talked <- outcome{receipts, err}
+		talked <- outcome{last, err}
 	}()
 	select {
 	case o := <-talked:
-		return o.receipts, o.err
+		return o.last, o.err
 	case <-ctx.Done():
 	}
 	_ = cmd.Process.Kill()
+	if t.unblock != nil {
+		t.unblock()
+	}
 	select {
 	case o := <-talked:
 		if o.err == nil {
-			return o.receipts, nil
+			return o.last, nil
 		}
-		return nil, fmt.Errorf("step: %w: %w", ctx.Err(), o.err)
+		return message{}, fmt.Errorf("step: %w: %w", ctx.Err(), o.err)
 	case <-time.After(reapTime):
 		writing.Lock()
 		defer writing.Unlock()
 		over = true
-		return nil, errors.Join(fmt.Errorf("step: %w", ctx.Err()), &PendingError{k, cmd.Process.Pid})
+		return message{}, errors.Join(fmt.Errorf("step: %w", ctx.Err()), &PendingError{k, cmd.Process.Pid})
 	}
 }
 
 // converse gives a child its job and hears it to the end.
-func converse(in io.Writer, out io.Reader, j *job, journal func([]perform.Receipt) error) ([]perform.Receipt, error) {
+func converse(in io.Writer, out io.Reader, j *job, journal func(message) error) (message, error) {
 	e, d := json.NewEncoder(in), json.NewDecoder(out)
 	if err := e.Encode(j); err != nil {
-		return nil, err
+		return message{}, err
 	}
 	for {
-		var a answer
-		if err := d.Decode(&a); err != nil {
-			return nil, err
+		var m message
+		if err := d.Decode(&m); err != nil {
+			return message{}, err
 		}
 		switch {
-		case a.Fault != nil:
-			return nil, a.Fault.err()
-		case a.Done:
-			return a.Receipts, nil
+		case m.Fault != nil:
+			return message{}, m.Fault.err()
+		case m.Done:
+			return m, nil
 		}
-		if err := journal(a.Receipts); err != nil {
-			return nil, err
+		if err := journal(m); err != nil {
+			return message{}, err
 		}
 		if err := e.Encode(true); err != nil {
-			return nil, err
+			return message{}, err
 		}
 	}
 }

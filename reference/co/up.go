@@ -10,11 +10,10 @@ import (
 
 	"google.golang.org/protobuf/proto"
 
+	"github.com/csi-prepare/csi-prepare/reference/fusemount"
 	"github.com/csi-prepare/csi-prepare/reference/mountns"
 	"github.com/csi-prepare/csi-prepare/reference/mountspec"
-	"github.com/csi-prepare/csi-prepare/reference/mountspec/wire"
 	"github.com/csi-prepare/csi-prepare/reference/perform"
-	"github.com/csi-prepare/csi-prepare/spec/preparev1alpha1"
 )
 
 // What Up can be refused for, besides what the plugin or the kernel refuse.
@@ -34,6 +33,8 @@ type act struct {
 	s    Settings
 	// hidden are the texts no error may show.
 	hidden []string
+	// controls are of the FUSE connections that are being left.
+	controls []*fusemount.Control
 }
 
 // Up makes a volume visible to a consumer: it stages, prepares and performs,
@@ -131,8 +132,7 @@ func (c *CO) up(ctx context.Context, u *Use) (*Record, error) {
 	err = masked(err, a.hidden)
 	a.r.Error = err.Error()
 	c.log.Warn("not performed", "preparation", k.String(), "phase", string(a.r.Phase), "error", err)
-	var pending *PendingError
-	if errors.As(err, &pending) {
+	if isPending(err) {
 		// Its step may still act: nothing else does until it has ended.
 		return nil, errors.Join(err, c.ledger.put(a.r))
 	}
@@ -170,21 +170,20 @@ func (a *act) bringUp(ctx context.Context, u *Use, p *plugin) error {
 	if err := a.makePreparePath(ctx, p); err != nil {
 		return err
 	}
-	request := u.prepare(a.r, &a.s)
-	response, err := a.prepare(ctx, p, request)
+	x, err := a.prepare(ctx, u, p, false)
 	if err != nil {
 		return err
 	}
-	specs, violations := wire.Validate(response.GetMountSpecs(), wire.RequestFromProto(request))
-	if violations != nil {
-		return &perform.InvalidError{Violations: violations}
-	}
-	a.r.SpecDigests = digestsOf(specs)
+	defer x.close()
+	a.r.SpecDigests = digestsOf(x.specs)
 	if err := a.set(Performing, false); err != nil {
 		return err
 	}
-	if err := a.perform(ctx, u, request, response); err != nil {
+	if err := a.perform(ctx, u, x); err != nil {
 		return err
+	}
+	if slices.ContainsFunc(a.r.Receipts, func(r perform.Receipt) bool { return r.Kind == mountspec.KindFUSE }) {
+		a.remember(a.r.Key(), u)
 	}
 	a.r.Error = ""
 	if err := a.set(Performed, false); err != nil {
@@ -198,7 +197,7 @@ func (a *act) stage(ctx context.Context, u *Use, p *plugin) error {
 	if err := a.set(Staging, true); err != nil {
 		return err
 	}
-	if err := os.Mkdir(a.r.StagingPath, 0o700); err != nil && !errors.Is(err, os.ErrExist) {
+	if err := a.mkdir(a.r.StagingPath, p); err != nil && !errors.Is(err, os.ErrExist) {
 		return fmt.Errorf("make the staging path: %w", err)
 	}
 	request := u.stage(a.r)
@@ -210,17 +209,28 @@ func (a *act) stage(ctx context.Context, u *Use, p *plugin) error {
 	return err
 }
 
+// mkdir makes a directory that is the plugin's and nobody else's.
+func (a *act) mkdir(path string, p *plugin) error {
+	if err := os.Mkdir(path, 0o700); err != nil {
+		return err
+	}
+	if o := a.s.ownerOf(p); o.uid != os.Geteuid() || o.gid != os.Getegid() {
+		return os.Lchown(path, o.uid, o.gid)
+	}
+	return nil
+}
+
 // makePreparePath makes the directory that is the plugin's for this
 // preparation. One that is there already is of a preparation whose record was
 // lost: the path is the same, so the plugin can take that back first.
 func (a *act) makePreparePath(ctx context.Context, p *plugin) error {
-	err := os.Mkdir(a.r.PreparePath, 0o700)
+	err := a.mkdir(a.r.PreparePath, p)
 	if errors.Is(err, os.ErrExist) {
 		if err = a.unprepare(ctx, p); err == nil {
 			err = removeDir(ctx, a.r.PreparePath)
 		}
 		if err == nil {
-			err = os.Mkdir(a.r.PreparePath, 0o700)
+			err = a.mkdir(a.r.PreparePath, p)
 		}
 	}
 	if err != nil {
@@ -230,38 +240,38 @@ func (a *act) makePreparePath(ctx context.Context, p *plugin) error {
 	return nil
 }
 
-func (a *act) prepare(ctx context.Context, p *plugin, request *preparev1alpha1.NodePrepareVolumeRequest) (*preparev1alpha1.NodePrepareVolumeResponse, error) {
-	var response *preparev1alpha1.NodePrepareVolumeResponse
-	err := a.s.call(ctx, "NodePrepareVolume", func(ctx context.Context) (err error) {
-		a.r.Prepares++
-		response, err = p.prepare.NodePrepareVolume(ctx, request)
-		return err
-	})
-	a.before("called NodePrepareVolume")
-	a.hidden = append(a.hidden, secretsOf(response.GetMountSpecs())...)
-	return response, err
-}
-
-func (a *act) perform(ctx context.Context, u *Use, request *preparev1alpha1.NodePrepareVolumeRequest, response *preparev1alpha1.NodePrepareVolumeResponse) error {
-	message, err := proto.Marshal(response)
+func (a *act) perform(ctx context.Context, u *Use, x *accepted) error {
+	text, err := proto.Marshal(x.message)
 	if err != nil {
 		return err
 	}
-	j := job{
-		Response: message, Request: wire.RequestFromProto(request),
-		Staging: a.r.StagingPath, Prepare: a.r.PreparePath,
-		Path: u.Target.Path, Settings: a.s,
-	}
-	receipts, err := a.step(ctx, a.r.Key(), a.lock, j, namespaceFile(u.Target.Namespace), u.Target.Root,
-		func(receipts []perform.Receipt) error {
-			a.r.Receipts = receipts
+	t := task{
+		job: job{
+			Act: actPerform, Response: text, Request: x.request,
+			Staging: a.r.StagingPath, Prepare: a.r.PreparePath,
+			Path: u.Target.Path, Settings: a.s,
+		},
+		namespace: namespaceFile(u.Target.Namespace), root: u.Target.Root, handles: x.handles,
+		journal: func(m message) error {
+			a.r.Receipts, a.r.Devices = m.Receipts, m.Devices
 			return a.set(Performing, true)
-		})
+		},
+		// A server that does not answer keeps even a killed child. Nobody
+		// but this performance has a mount of it.
+		unblock: func() {
+			for _, g := range x.handles {
+				if g.handle.FUSE && !g.handle.Shared {
+					_ = fusemount.Abort(ctx, g.handle.Mount)
+				}
+			}
+		},
+	}
+	done, err := a.step(ctx, a.r.Key(), a.lock, t)
 	a.before("performed")
 	if err != nil {
 		return err
 	}
-	a.r.Receipts = receipts
+	a.r.Receipts = done.Receipts
 	return nil
 }
 
@@ -270,24 +280,29 @@ func (a *act) refresh(ctx context.Context, u *Use, p *plugin) (*Record, error) {
 	if err := a.set(Performed, true); err != nil {
 		return nil, err
 	}
-	request := u.prepare(a.r, &a.s)
-	response, err := a.prepare(ctx, p, request)
+	x, err := a.prepare(ctx, u, p, true)
 	uncertain := err != nil && !final(err)
 	if err == nil {
-		specs, violations := wire.Validate(response.GetMountSpecs(), wire.RequestFromProto(request))
-		switch {
-		case violations != nil:
-			err = &perform.InvalidError{Violations: violations}
-		case !slices.Equal(digestsOf(specs), a.r.SpecDigests):
+		if slices.Equal(digestsOf(x.specs), a.r.SpecDigests) {
+			err = a.follow(ctx, x)
+		} else {
 			err = ErrNotEquivalent
 		}
+		x.close()
+	}
+	if err == nil && len(x.handles) > 0 {
+		a.remember(a.r.Key(), u)
 	}
 	err = masked(err, a.hidden)
 	a.r.Error = ""
 	if err != nil {
 		a.r.Error = err.Error()
 	}
-	if err := errors.Join(err, a.set(Performed, uncertain)); err != nil {
+	phase := Performed
+	if isPending(err) && a.r.Phase == Performing {
+		phase = Performing // of a replacement that may still go on
+	}
+	if err := errors.Join(err, a.set(phase, uncertain)); err != nil {
 		return nil, err
 	}
 	return a.r, nil
