@@ -92,7 +92,9 @@ type Config struct {
 	// Features, if not nil, is what the plugin is meant to have. The run
 	// does not begin if that is not what it reports.
 	Features []string
-	// KnownFailing lists what the plugin is known to break, with the reason.
+	// KnownFailing lists what the plugin is known to break, with the reason;
+	// "idempotency.*" names all requirements of that group. An entry that no
+	// failure is due to fails the run.
 	KnownFailing report.Known
 
 	// Report, if set, is called once at the end. The error fails the suite.
@@ -136,10 +138,8 @@ func (c Config) complete() (Config, error) {
 			return c, fmt.Errorf("requirement %q: no such id; `prepare-sanity list` has them all", id)
 		}
 	}
-	for id := range c.KnownFailing {
-		if _, ok := requirement.Lookup(id); !ok {
-			return c, fmt.Errorf("known failing: requirement %q: no such id; `prepare-sanity list` has them all", id)
-		}
+	if err := c.KnownFailing.Check(c.seat()); err != nil {
+		return c, err
 	}
 	if p := profileByName(c.Profile); c.Profile != "" && p == nil {
 		return c, fmt.Errorf("profile %q: no such profile; there are %s", c.Profile, strings.Join(profileNames(), ", "))

@@ -79,6 +79,23 @@ func TestKnown(t *testing.T) {
 	if specs[1].Outcome != Failed || specs[2].Outcome != Passed {
 		t.Errorf("the others are %s and %s", specs[1].Outcome, specs[2].Outcome)
 	}
+	specs = []Spec{breaking(a, spec(Failed, a)), spec(Passed, b)}
+	if err := (Known{"prepare.read*": "one", a: "other"}).Apply(specs); err != nil || specs[0].Outcome != KnownFailing {
+		t.Errorf("a pattern and an id for one failure: %v, %s", err, specs[0].Outcome)
+	}
+	if err := (Known{"list.*": "one"}).Apply(specs); err == nil {
+		t.Error("a pattern that no failure is due to is no error")
+	}
+	for _, test := range []struct {
+		known Known
+		ok    bool
+	}{
+		{Known{a: ""}, true}, {Known{"prepare.*": ""}, true}, {Known{"no.such": ""}, false}, {Known{"perform.*": ""}, false}, {Known{"[": ""}, false},
+	} {
+		if err := test.known.Check(requirement.SP); (err == nil) != test.ok {
+			t.Errorf("%v: %v", test.known, err)
+		}
+	}
 	for _, test := range []struct {
 		name  string
 		specs []Spec
