@@ -82,8 +82,10 @@ func (d *Controller[T]) Check(req *prepare.NodePrepareVolumeRequest) (Entry[T], 
 // "dev" or "suid" could not be promised; one that would be a parameter of a
 // superblock is, because there is none of the driver's.
 func Attributes(field string, c *csi.VolumeCapability, readonly bool) (*prepare.MountAttributes, error) {
-	a := &prepare.MountAttributes{
-		Readonly: readonly || c.GetAccessMode().GetMode() == csi.VolumeCapability_AccessMode_SINGLE_NODE_READER_ONLY,
+	a := &prepare.MountAttributes{Readonly: readonly}
+	switch c.GetAccessMode().GetMode() {
+	case csi.VolumeCapability_AccessMode_SINGLE_NODE_READER_ONLY, csi.VolumeCapability_AccessMode_MULTI_NODE_READER_ONLY:
+		a.Readonly = true
 	}
 	mount := field + ".mount"
 	field = mount + ".mount_flags"
