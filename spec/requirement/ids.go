@@ -400,165 +400,165 @@ const (
 	// The Plugin MUST NOT let a statistics or health call wait for a lock that `NodeUnprepareVolume` needs.
 	StatsNotBlocked ID = "stats.not-blocked"
 	// The Plugin MUST answer `GetPluginInfo` with a name of 1 to 63 bytes in domain name notation that begins and ends with a letter or digit.
-	CsiName ID = "csi.name"
+	CSIName ID = "csi.name"
 	// The Plugin MUST answer `NodeGetInfo` with the same `node_id`, of 1 to 256 bytes, each time.
-	CsiNodeID ID = "csi.node-id"
+	CSINodeID ID = "csi.node-id"
 	// The Plugin MUST serve every call of a capability that it reports.
-	CsiServed ID = "csi.served"
+	CSIServed ID = "csi.served"
 	// The Plugin MUST answer `INVALID_ARGUMENT` to a `CreateVolume` call without a name or without capabilities.
-	CsiCreateArguments ID = "csi.create-arguments"
+	CSICreateArguments ID = "csi.create-arguments"
 	// The Plugin MUST answer a repeated `CreateVolume` call with the volume that the first one made.
-	CsiCreateSame ID = "csi.create-same"
+	CSICreateSame ID = "csi.create-same"
 	// The Plugin MUST answer `ALREADY_EXISTS` to a `CreateVolume` call with the name of a volume that is not compatible with it.
-	CsiCreateIncompatible ID = "csi.create-incompatible"
+	CSICreateIncompatible ID = "csi.create-incompatible"
 	// The Plugin MUST NOT create a volume whose capacity, where it tells that, is outside `capacity_range`.
-	CsiCreateSize ID = "csi.create-size"
+	CSICreateSize ID = "csi.create-size"
 	// The Plugin MUST NOT let a new volume without a source show data of anybody.
-	CsiCreateEmpty ID = "csi.create-empty"
+	CSICreateEmpty ID = "csi.create-empty"
 	// The Plugin MUST NOT make two volumes of concurrent `CreateVolume` calls with one name.
-	CsiCreateConcurrent ID = "csi.create-concurrent"
+	CSICreateConcurrent ID = "csi.create-concurrent"
 	// The Plugin MUST answer `INVALID_ARGUMENT` to a `DeleteVolume` call without `volume_id`.
-	CsiDeleteArguments ID = "csi.delete-arguments"
+	CSIDeleteArguments ID = "csi.delete-arguments"
 	// The Plugin MUST answer `OK` to a `DeleteVolume` call for a volume that does not exist.
-	CsiDeleteRepeated ID = "csi.delete-repeated"
+	CSIDeleteRepeated ID = "csi.delete-repeated"
 	// The Plugin MUST NOT know a volume after it has answered `OK` to the `DeleteVolume` call for it.
-	CsiDeleteGone ID = "csi.delete-gone"
+	CSIDeleteGone ID = "csi.delete-gone"
 	// The Plugin MUST answer `INVALID_ARGUMENT` to a `ValidateVolumeCapabilities` call without `volume_id` or without capabilities.
-	CsiValidateArguments ID = "csi.validate-arguments"
+	CSIValidateArguments ID = "csi.validate-arguments"
 	// The Plugin MUST answer `NOT_FOUND` to a `ValidateVolumeCapabilities` call for a volume that does not exist.
-	CsiValidateUnknown ID = "csi.validate-unknown"
+	CSIValidateUnknown ID = "csi.validate-unknown"
 	// The Plugin MUST confirm the capabilities that a volume was created with.
-	CsiValidateCreated ID = "csi.validate-created"
+	CSIValidateCreated ID = "csi.validate-created"
 	// The Plugin MUST NOT confirm a capability that the volume does not support.
-	CsiValidateHonest ID = "csi.validate-honest"
+	CSIValidateHonest ID = "csi.validate-honest"
 	// The Plugin MUST list every volume that it has created and not deleted.
-	CsiListVolumes ID = "csi.list-volumes"
+	CSIListVolumes ID = "csi.list-volumes"
 	// The Plugin MUST return every volume exactly once over pages of at most `max_entries`, of a set that does not change.
-	CsiListVolumesPages ID = "csi.list-volumes-pages"
+	CSIListVolumesPages ID = "csi.list-volumes-pages"
 	// The Plugin MUST answer `ABORTED` to a `starting_token` of `ListVolumes` that it did not give.
-	CsiListVolumesToken ID = "csi.list-volumes-token"
+	CSIListVolumesToken ID = "csi.list-volumes-token"
 	// The Plugin MUST answer `ControllerGetVolume` with the volume that was asked for, or `NOT_FOUND` if there is none.
-	CsiGetVolume ID = "csi.get-volume"
+	CSIGetVolume ID = "csi.get-volume"
 	// The Plugin MUST answer `OK` to a repeated `ControllerModifyVolume` call.
-	CsiModify ID = "csi.modify"
+	CSIModify ID = "csi.modify"
 	// The Plugin MUST answer `INVALID_ARGUMENT` to a `ControllerModifyVolume` call without `volume_id` or without parameters.
-	CsiModifyArguments ID = "csi.modify-arguments"
+	CSIModifyArguments ID = "csi.modify-arguments"
 	// The Plugin MUST answer `NOT_FOUND` to a `ControllerModifyVolume` call for a volume that does not exist.
-	CsiModifyUnknown ID = "csi.modify-unknown"
+	CSIModifyUnknown ID = "csi.modify-unknown"
 	// The Plugin MUST answer `GetCapacity` with no negative figure.
-	CsiGetCapacity ID = "csi.get-capacity"
+	CSIGetCapacity ID = "csi.get-capacity"
 	// The Plugin MUST answer `INVALID_ARGUMENT` to a `CreateSnapshot` call without a name or without `source_volume_id`.
-	CsiSnapshotArguments ID = "csi.snapshot-arguments"
+	CSISnapshotArguments ID = "csi.snapshot-arguments"
 	// The Plugin MUST answer a repeated `CreateSnapshot` call with the snapshot that the first one took.
-	CsiSnapshotSame ID = "csi.snapshot-same"
+	CSISnapshotSame ID = "csi.snapshot-same"
 	// The Plugin MUST answer `ALREADY_EXISTS` to a `CreateSnapshot` call with the name of a snapshot of another volume.
-	CsiSnapshotIncompatible ID = "csi.snapshot-incompatible"
+	CSISnapshotIncompatible ID = "csi.snapshot-incompatible"
 	// The Plugin MUST answer `CreateSnapshot` with an id, the source volume and a time of creation.
-	CsiSnapshotDescribed ID = "csi.snapshot-described"
+	CSISnapshotDescribed ID = "csi.snapshot-described"
 	// The Plugin MUST give a volume that is made from a snapshot the data of the source volume as it was when the snapshot was taken.
-	CsiSnapshotData ID = "csi.snapshot-data"
+	CSISnapshotData ID = "csi.snapshot-data"
 	// The Plugin MUST NOT let a later change of the source volume reach a snapshot.
-	CsiSnapshotKept ID = "csi.snapshot-kept"
+	CSISnapshotKept ID = "csi.snapshot-kept"
 	// The Plugin MUST answer `INVALID_ARGUMENT` to a `DeleteSnapshot` call without `snapshot_id`.
-	CsiSnapshotDeleteArguments ID = "csi.snapshot-delete-arguments"
+	CSISnapshotDeleteArguments ID = "csi.snapshot-delete-arguments"
 	// The Plugin MUST answer `OK` to a `DeleteSnapshot` call for a snapshot that does not exist.
-	CsiSnapshotDeleteRepeated ID = "csi.snapshot-delete-repeated"
+	CSISnapshotDeleteRepeated ID = "csi.snapshot-delete-repeated"
 	// The Plugin MUST list every snapshot that it has taken and not deleted, and no other.
-	CsiListSnapshots ID = "csi.list-snapshots"
+	CSIListSnapshots ID = "csi.list-snapshots"
 	// The Plugin MUST list no snapshot but those that `snapshot_id` and `source_volume_id` of the call name.
-	CsiListSnapshotsFilter ID = "csi.list-snapshots-filter"
+	CSIListSnapshotsFilter ID = "csi.list-snapshots-filter"
 	// The Plugin MUST return every snapshot exactly once over pages of at most `max_entries`, of a set that does not change.
-	CsiListSnapshotsPages ID = "csi.list-snapshots-pages"
+	CSIListSnapshotsPages ID = "csi.list-snapshots-pages"
 	// The Plugin MUST answer `ABORTED` to a `starting_token` of `ListSnapshots` that it did not give.
-	CsiListSnapshotsToken ID = "csi.list-snapshots-token"
+	CSIListSnapshotsToken ID = "csi.list-snapshots-token"
 	// The Plugin MUST answer `GetSnapshot` with the snapshot that was asked for, or `NOT_FOUND` if there is none.
-	CsiGetSnapshot ID = "csi.get-snapshot"
+	CSIGetSnapshot ID = "csi.get-snapshot"
 	// The Plugin MUST give a volume that is made from another volume the data of that volume.
-	CsiCloneData ID = "csi.clone-data"
+	CSICloneData ID = "csi.clone-data"
 	// The Plugin MUST NOT let a change of a copy reach what it was made from, nor the reverse.
-	CsiCopyIndependent ID = "csi.copy-independent"
+	CSICopyIndependent ID = "csi.copy-independent"
 	// The Plugin MUST answer `NOT_FOUND` to a `CreateVolume` call whose source does not exist.
-	CsiCopySourceUnknown ID = "csi.copy-source-unknown"
+	CSICopySourceUnknown ID = "csi.copy-source-unknown"
 	// The Plugin MUST answer a `CreateVolume` call that has a source with a volume that names it.
-	CsiCopySourceTold ID = "csi.copy-source-told"
+	CSICopySourceTold ID = "csi.copy-source-told"
 	// The Plugin MUST take one snapshot of each source volume in a `CreateVolumeGroupSnapshot` call, and the same ones for a repeat.
-	CsiGroupSnapshots ID = "csi.group-snapshots"
+	CSIGroupSnapshots ID = "csi.group-snapshots"
 	// The Plugin MUST give a volume that is made from a snapshot of a group the data of that snapshot's source.
-	CsiGroupData ID = "csi.group-data"
+	CSIGroupData ID = "csi.group-data"
 	// The Plugin MUST answer `GetVolumeGroupSnapshot` with the group that was asked for, or `NOT_FOUND` if there is none.
-	CsiGroupGet ID = "csi.group-get"
+	CSIGroupGet ID = "csi.group-get"
 	// The Plugin MUST answer `OK` to a repeated `DeleteVolumeGroupSnapshot` call, and keep none of its snapshots.
-	CsiGroupDelete ID = "csi.group-delete"
+	CSIGroupDelete ID = "csi.group-delete"
 	// The Plugin MUST answer `ControllerExpandVolume` with a capacity of at least `required_bytes` and not above `limit_bytes`.
-	CsiExpandSize ID = "csi.expand-size"
+	CSIExpandSize ID = "csi.expand-size"
 	// The Plugin MUST answer `INVALID_ARGUMENT` to a `ControllerExpandVolume` call without `volume_id` or without `capacity_range`.
-	CsiExpandArguments ID = "csi.expand-arguments"
+	CSIExpandArguments ID = "csi.expand-arguments"
 	// The Plugin MUST answer `NOT_FOUND` to a `ControllerExpandVolume` call for a volume that does not exist.
-	CsiExpandUnknown ID = "csi.expand-unknown"
+	CSIExpandUnknown ID = "csi.expand-unknown"
 	// The Plugin MUST answer `OK` to a repeated `ControllerExpandVolume` call, and never with a smaller volume.
-	CsiExpandRepeated ID = "csi.expand-repeated"
+	CSIExpandRepeated ID = "csi.expand-repeated"
 	// The Plugin MUST NOT change data of a volume that it expands.
-	CsiExpandData ID = "csi.expand-data"
+	CSIExpandData ID = "csi.expand-data"
 	// The Plugin MUST answer `INVALID_ARGUMENT` to a `ControllerPublishVolume` call without `volume_id`, `node_id` or `volume_capability`.
-	CsiAttachArguments ID = "csi.attach-arguments"
+	CSIAttachArguments ID = "csi.attach-arguments"
 	// The Plugin MUST answer `NOT_FOUND` to a `ControllerPublishVolume` call for a volume or a node that does not exist.
-	CsiAttachUnknown ID = "csi.attach-unknown"
+	CSIAttachUnknown ID = "csi.attach-unknown"
 	// The Plugin MUST answer a repeated `ControllerPublishVolume` call with `OK` and the same `publish_context`.
-	CsiAttachRepeated ID = "csi.attach-repeated"
+	CSIAttachRepeated ID = "csi.attach-repeated"
 	// The Plugin MUST answer `ALREADY_EXISTS` to a `ControllerPublishVolume` call for a volume that is published to the node with another `readonly`.
-	CsiAttachIncompatible ID = "csi.attach-incompatible"
+	CSIAttachIncompatible ID = "csi.attach-incompatible"
 	// The Plugin MUST answer `OK` to a repeated `ControllerUnpublishVolume` call.
-	CsiDetachRepeated ID = "csi.detach-repeated"
+	CSIDetachRepeated ID = "csi.detach-repeated"
 	// The Plugin MUST answer `INVALID_ARGUMENT` to a `NodeStageVolume` call without `volume_id`, `staging_target_path` or `volume_capability`.
-	CsiStageArguments ID = "csi.stage-arguments"
+	CSIStageArguments ID = "csi.stage-arguments"
 	// The Plugin MUST answer `NOT_FOUND` to a `NodeStageVolume` call for a volume that does not exist.
-	CsiStageUnknown ID = "csi.stage-unknown"
+	CSIStageUnknown ID = "csi.stage-unknown"
 	// The Plugin MUST answer `OK` to a repeated `NodeStageVolume` call, and mount nothing again.
-	CsiStageRepeated ID = "csi.stage-repeated"
+	CSIStageRepeated ID = "csi.stage-repeated"
 	// The Plugin MUST answer `OK` to a `NodeUnstageVolume` call for a volume that is not staged.
-	CsiUnstageRepeated ID = "csi.unstage-repeated"
+	CSIUnstageRepeated ID = "csi.unstage-repeated"
 	// The Plugin MUST leave no mount at or below `staging_target_path` when it answers `OK` to `NodeUnstageVolume`.
-	CsiUnstageClean ID = "csi.unstage-clean"
+	CSIUnstageClean ID = "csi.unstage-clean"
 	// The Plugin MUST answer `INVALID_ARGUMENT` to a `NodePublishVolume` call without `volume_id`, `target_path` or `volume_capability`.
-	CsiPublishArguments ID = "csi.publish-arguments"
+	CSIPublishArguments ID = "csi.publish-arguments"
 	// The Plugin MUST answer `NOT_FOUND` to a `NodePublishVolume` call for a volume that does not exist.
-	CsiPublishUnknown ID = "csi.publish-unknown"
+	CSIPublishUnknown ID = "csi.publish-unknown"
 	// The Plugin MUST answer `FAILED_PRECONDITION` to a `NodePublishVolume` call without `staging_target_path` if it has `STAGE_UNSTAGE_VOLUME`.
-	CsiPublishStaged ID = "csi.publish-staged"
+	CSIPublishStaged ID = "csi.publish-staged"
 	// The Plugin MUST make visible at `target_path` the data of the volume, the same each time it is published, and of no other volume.
-	CsiPublishData ID = "csi.publish-data"
+	CSIPublishData ID = "csi.publish-data"
 	// The Plugin MUST mount a volume that it publishes, at `target_path` and exactly once.
-	CsiPublishMounts ID = "csi.publish-mounts"
+	CSIPublishMounts ID = "csi.publish-mounts"
 	// The Plugin MUST make a volume that is published with `readonly` refuse every change.
-	CsiPublishReadonly ID = "csi.publish-readonly"
+	CSIPublishReadonly ID = "csi.publish-readonly"
 	// The Plugin MUST answer `OK` to a repeated `NodePublishVolume` call, and mount nothing again.
-	CsiPublishRepeated ID = "csi.publish-repeated"
+	CSIPublishRepeated ID = "csi.publish-repeated"
 	// The Plugin MUST answer `ALREADY_EXISTS` to a `NodePublishVolume` call with the `target_path` of a publication and another `readonly`.
-	CsiPublishIncompatible ID = "csi.publish-incompatible"
+	CSIPublishIncompatible ID = "csi.publish-incompatible"
 	// The Plugin MUST answer `FAILED_PRECONDITION` to a `NodePublishVolume` call with another `target_path` for a volume published with `SINGLE_NODE_SINGLE_WRITER`.
-	CsiPublishWriters ID = "csi.publish-writers"
+	CSIPublishWriters ID = "csi.publish-writers"
 	// The Plugin MUST NOT ignore a mount flag that it does not know.
-	CsiPublishFlags ID = "csi.publish-flags"
+	CSIPublishFlags ID = "csi.publish-flags"
 	// The Plugin MUST leave one mount after concurrent `NodePublishVolume` calls with equal arguments.
-	CsiPublishConcurrent ID = "csi.publish-concurrent"
+	CSIPublishConcurrent ID = "csi.publish-concurrent"
 	// The Plugin MUST end a publication of a process before it, in the same boot, when it is asked to.
-	CsiPublishSurvives ID = "csi.publish-survives"
+	CSIPublishSurvives ID = "csi.publish-survives"
 	// The Plugin MUST answer `INVALID_ARGUMENT` to a `NodeUnpublishVolume` call without `volume_id` or `target_path`.
-	CsiUnpublishArguments ID = "csi.unpublish-arguments"
+	CSIUnpublishArguments ID = "csi.unpublish-arguments"
 	// The Plugin MUST have removed the mount and what it made at `target_path` when it answers `OK` to `NodeUnpublishVolume`.
-	CsiUnpublishClean ID = "csi.unpublish-clean"
+	CSIUnpublishClean ID = "csi.unpublish-clean"
 	// The Plugin MUST answer `OK` to a repeated `NodeUnpublishVolume` call.
-	CsiUnpublishRepeated ID = "csi.unpublish-repeated"
+	CSIUnpublishRepeated ID = "csi.unpublish-repeated"
 	// The Plugin MUST NOT change or delete data of a volume in `NodeUnpublishVolume`.
-	CsiUnpublishData ID = "csi.unpublish-data"
+	CSIUnpublishData ID = "csi.unpublish-data"
 	// The Plugin MUST answer `NodeGetVolumeStats` for a published volume with its usage.
-	CsiStats ID = "csi.stats"
+	CSIStats ID = "csi.stats"
 	// The Plugin MUST answer `INVALID_ARGUMENT` to a `NodeGetVolumeStats` call without `volume_id` or `volume_path`.
-	CsiStatsArguments ID = "csi.stats-arguments"
+	CSIStatsArguments ID = "csi.stats-arguments"
 	// The Plugin MUST answer `NOT_FOUND` to a `NodeGetVolumeStats` call for a volume or a path that does not exist.
-	CsiStatsUnknown ID = "csi.stats-unknown"
+	CSIStatsUnknown ID = "csi.stats-unknown"
 	// The Plugin MUST answer `OK` to `NodeExpandVolume` of a volume that was expanded, and keep its data.
-	CsiNodeExpand ID = "csi.node-expand"
+	CSINodeExpand ID = "csi.node-expand"
 )
 
 var all = []Requirement{
@@ -758,84 +758,84 @@ var all = []Requirement{
 	{SecuritySecretsCO, MustNot, CO, "Secrets", "The CO MUST NOT show a secret in an error, in a log, on a command line or in clear in a file.", "v1alpha1"},
 	{StatsByPreparePath, Must, SP, "Statistics, expansion and health", "The Plugin MUST accept the `prepare_path` of a living preparation, or its staging path where the Plugin stages, as `volume_path` of `NodeGetVolumeStats`.", "v1alpha1"},
 	{StatsNotBlocked, MustNot, SP, "Statistics, expansion and health", "The Plugin MUST NOT let a statistics or health call wait for a lock that `NodeUnprepareVolume` needs.", "v1alpha1"},
-	{CsiName, Must, SP, "The plugin itself", "The Plugin MUST answer `GetPluginInfo` with a name of 1 to 63 bytes in domain name notation that begins and ends with a letter or digit.", "v1alpha1"},
-	{CsiNodeID, Must, SP, "The plugin itself", "The Plugin MUST answer `NodeGetInfo` with the same `node_id`, of 1 to 256 bytes, each time.", "v1alpha1"},
-	{CsiServed, Must, SP, "The plugin itself", "The Plugin MUST serve every call of a capability that it reports.", "v1alpha1"},
-	{CsiCreateArguments, Must, SP, "Volumes", "The Plugin MUST answer `INVALID_ARGUMENT` to a `CreateVolume` call without a name or without capabilities.", "v1alpha1"},
-	{CsiCreateSame, Must, SP, "Volumes", "The Plugin MUST answer a repeated `CreateVolume` call with the volume that the first one made.", "v1alpha1"},
-	{CsiCreateIncompatible, Must, SP, "Volumes", "The Plugin MUST answer `ALREADY_EXISTS` to a `CreateVolume` call with the name of a volume that is not compatible with it.", "v1alpha1"},
-	{CsiCreateSize, MustNot, SP, "Volumes", "The Plugin MUST NOT create a volume whose capacity, where it tells that, is outside `capacity_range`.", "v1alpha1"},
-	{CsiCreateEmpty, MustNot, SP, "Volumes", "The Plugin MUST NOT let a new volume without a source show data of anybody.", "v1alpha1"},
-	{CsiCreateConcurrent, MustNot, SP, "Volumes", "The Plugin MUST NOT make two volumes of concurrent `CreateVolume` calls with one name.", "v1alpha1"},
-	{CsiDeleteArguments, Must, SP, "Volumes", "The Plugin MUST answer `INVALID_ARGUMENT` to a `DeleteVolume` call without `volume_id`.", "v1alpha1"},
-	{CsiDeleteRepeated, Must, SP, "Volumes", "The Plugin MUST answer `OK` to a `DeleteVolume` call for a volume that does not exist.", "v1alpha1"},
-	{CsiDeleteGone, MustNot, SP, "Volumes", "The Plugin MUST NOT know a volume after it has answered `OK` to the `DeleteVolume` call for it.", "v1alpha1"},
-	{CsiValidateArguments, Must, SP, "Volumes", "The Plugin MUST answer `INVALID_ARGUMENT` to a `ValidateVolumeCapabilities` call without `volume_id` or without capabilities.", "v1alpha1"},
-	{CsiValidateUnknown, Must, SP, "Volumes", "The Plugin MUST answer `NOT_FOUND` to a `ValidateVolumeCapabilities` call for a volume that does not exist.", "v1alpha1"},
-	{CsiValidateCreated, Must, SP, "Volumes", "The Plugin MUST confirm the capabilities that a volume was created with.", "v1alpha1"},
-	{CsiValidateHonest, MustNot, SP, "Volumes", "The Plugin MUST NOT confirm a capability that the volume does not support.", "v1alpha1"},
-	{CsiListVolumes, Must, SP, "Volumes", "The Plugin MUST list every volume that it has created and not deleted.", "v1alpha1"},
-	{CsiListVolumesPages, Must, SP, "Volumes", "The Plugin MUST return every volume exactly once over pages of at most `max_entries`, of a set that does not change.", "v1alpha1"},
-	{CsiListVolumesToken, Must, SP, "Volumes", "The Plugin MUST answer `ABORTED` to a `starting_token` of `ListVolumes` that it did not give.", "v1alpha1"},
-	{CsiGetVolume, Must, SP, "Volumes", "The Plugin MUST answer `ControllerGetVolume` with the volume that was asked for, or `NOT_FOUND` if there is none.", "v1alpha1"},
-	{CsiModify, Must, SP, "Volumes", "The Plugin MUST answer `OK` to a repeated `ControllerModifyVolume` call.", "v1alpha1"},
-	{CsiModifyArguments, Must, SP, "Volumes", "The Plugin MUST answer `INVALID_ARGUMENT` to a `ControllerModifyVolume` call without `volume_id` or without parameters.", "v1alpha1"},
-	{CsiModifyUnknown, Must, SP, "Volumes", "The Plugin MUST answer `NOT_FOUND` to a `ControllerModifyVolume` call for a volume that does not exist.", "v1alpha1"},
-	{CsiGetCapacity, Must, SP, "Volumes", "The Plugin MUST answer `GetCapacity` with no negative figure.", "v1alpha1"},
-	{CsiSnapshotArguments, Must, SP, "Snapshots and copies", "The Plugin MUST answer `INVALID_ARGUMENT` to a `CreateSnapshot` call without a name or without `source_volume_id`.", "v1alpha1"},
-	{CsiSnapshotSame, Must, SP, "Snapshots and copies", "The Plugin MUST answer a repeated `CreateSnapshot` call with the snapshot that the first one took.", "v1alpha1"},
-	{CsiSnapshotIncompatible, Must, SP, "Snapshots and copies", "The Plugin MUST answer `ALREADY_EXISTS` to a `CreateSnapshot` call with the name of a snapshot of another volume.", "v1alpha1"},
-	{CsiSnapshotDescribed, Must, SP, "Snapshots and copies", "The Plugin MUST answer `CreateSnapshot` with an id, the source volume and a time of creation.", "v1alpha1"},
-	{CsiSnapshotData, Must, SP, "Snapshots and copies", "The Plugin MUST give a volume that is made from a snapshot the data of the source volume as it was when the snapshot was taken.", "v1alpha1"},
-	{CsiSnapshotKept, MustNot, SP, "Snapshots and copies", "The Plugin MUST NOT let a later change of the source volume reach a snapshot.", "v1alpha1"},
-	{CsiSnapshotDeleteArguments, Must, SP, "Snapshots and copies", "The Plugin MUST answer `INVALID_ARGUMENT` to a `DeleteSnapshot` call without `snapshot_id`.", "v1alpha1"},
-	{CsiSnapshotDeleteRepeated, Must, SP, "Snapshots and copies", "The Plugin MUST answer `OK` to a `DeleteSnapshot` call for a snapshot that does not exist.", "v1alpha1"},
-	{CsiListSnapshots, Must, SP, "Snapshots and copies", "The Plugin MUST list every snapshot that it has taken and not deleted, and no other.", "v1alpha1"},
-	{CsiListSnapshotsFilter, Must, SP, "Snapshots and copies", "The Plugin MUST list no snapshot but those that `snapshot_id` and `source_volume_id` of the call name.", "v1alpha1"},
-	{CsiListSnapshotsPages, Must, SP, "Snapshots and copies", "The Plugin MUST return every snapshot exactly once over pages of at most `max_entries`, of a set that does not change.", "v1alpha1"},
-	{CsiListSnapshotsToken, Must, SP, "Snapshots and copies", "The Plugin MUST answer `ABORTED` to a `starting_token` of `ListSnapshots` that it did not give.", "v1alpha1"},
-	{CsiGetSnapshot, Must, SP, "Snapshots and copies", "The Plugin MUST answer `GetSnapshot` with the snapshot that was asked for, or `NOT_FOUND` if there is none.", "v1alpha1"},
-	{CsiCloneData, Must, SP, "Snapshots and copies", "The Plugin MUST give a volume that is made from another volume the data of that volume.", "v1alpha1"},
-	{CsiCopyIndependent, MustNot, SP, "Snapshots and copies", "The Plugin MUST NOT let a change of a copy reach what it was made from, nor the reverse.", "v1alpha1"},
-	{CsiCopySourceUnknown, Must, SP, "Snapshots and copies", "The Plugin MUST answer `NOT_FOUND` to a `CreateVolume` call whose source does not exist.", "v1alpha1"},
-	{CsiCopySourceTold, Must, SP, "Snapshots and copies", "The Plugin MUST answer a `CreateVolume` call that has a source with a volume that names it.", "v1alpha1"},
-	{CsiGroupSnapshots, Must, SP, "Snapshots and copies", "The Plugin MUST take one snapshot of each source volume in a `CreateVolumeGroupSnapshot` call, and the same ones for a repeat.", "v1alpha1"},
-	{CsiGroupData, Must, SP, "Snapshots and copies", "The Plugin MUST give a volume that is made from a snapshot of a group the data of that snapshot's source.", "v1alpha1"},
-	{CsiGroupGet, Must, SP, "Snapshots and copies", "The Plugin MUST answer `GetVolumeGroupSnapshot` with the group that was asked for, or `NOT_FOUND` if there is none.", "v1alpha1"},
-	{CsiGroupDelete, Must, SP, "Snapshots and copies", "The Plugin MUST answer `OK` to a repeated `DeleteVolumeGroupSnapshot` call, and keep none of its snapshots.", "v1alpha1"},
-	{CsiExpandSize, Must, SP, "Growing", "The Plugin MUST answer `ControllerExpandVolume` with a capacity of at least `required_bytes` and not above `limit_bytes`.", "v1alpha1"},
-	{CsiExpandArguments, Must, SP, "Growing", "The Plugin MUST answer `INVALID_ARGUMENT` to a `ControllerExpandVolume` call without `volume_id` or without `capacity_range`.", "v1alpha1"},
-	{CsiExpandUnknown, Must, SP, "Growing", "The Plugin MUST answer `NOT_FOUND` to a `ControllerExpandVolume` call for a volume that does not exist.", "v1alpha1"},
-	{CsiExpandRepeated, Must, SP, "Growing", "The Plugin MUST answer `OK` to a repeated `ControllerExpandVolume` call, and never with a smaller volume.", "v1alpha1"},
-	{CsiExpandData, MustNot, SP, "Growing", "The Plugin MUST NOT change data of a volume that it expands.", "v1alpha1"},
-	{CsiAttachArguments, Must, SP, "Attaching to a node", "The Plugin MUST answer `INVALID_ARGUMENT` to a `ControllerPublishVolume` call without `volume_id`, `node_id` or `volume_capability`.", "v1alpha1"},
-	{CsiAttachUnknown, Must, SP, "Attaching to a node", "The Plugin MUST answer `NOT_FOUND` to a `ControllerPublishVolume` call for a volume or a node that does not exist.", "v1alpha1"},
-	{CsiAttachRepeated, Must, SP, "Attaching to a node", "The Plugin MUST answer a repeated `ControllerPublishVolume` call with `OK` and the same `publish_context`.", "v1alpha1"},
-	{CsiAttachIncompatible, Must, SP, "Attaching to a node", "The Plugin MUST answer `ALREADY_EXISTS` to a `ControllerPublishVolume` call for a volume that is published to the node with another `readonly`.", "v1alpha1"},
-	{CsiDetachRepeated, Must, SP, "Attaching to a node", "The Plugin MUST answer `OK` to a repeated `ControllerUnpublishVolume` call.", "v1alpha1"},
-	{CsiStageArguments, Must, SP, "On the node", "The Plugin MUST answer `INVALID_ARGUMENT` to a `NodeStageVolume` call without `volume_id`, `staging_target_path` or `volume_capability`.", "v1alpha1"},
-	{CsiStageUnknown, Must, SP, "On the node", "The Plugin MUST answer `NOT_FOUND` to a `NodeStageVolume` call for a volume that does not exist.", "v1alpha1"},
-	{CsiStageRepeated, Must, SP, "On the node", "The Plugin MUST answer `OK` to a repeated `NodeStageVolume` call, and mount nothing again.", "v1alpha1"},
-	{CsiUnstageRepeated, Must, SP, "On the node", "The Plugin MUST answer `OK` to a `NodeUnstageVolume` call for a volume that is not staged.", "v1alpha1"},
-	{CsiUnstageClean, Must, SP, "On the node", "The Plugin MUST leave no mount at or below `staging_target_path` when it answers `OK` to `NodeUnstageVolume`.", "v1alpha1"},
-	{CsiPublishArguments, Must, SP, "On the node", "The Plugin MUST answer `INVALID_ARGUMENT` to a `NodePublishVolume` call without `volume_id`, `target_path` or `volume_capability`.", "v1alpha1"},
-	{CsiPublishUnknown, Must, SP, "On the node", "The Plugin MUST answer `NOT_FOUND` to a `NodePublishVolume` call for a volume that does not exist.", "v1alpha1"},
-	{CsiPublishStaged, Must, SP, "On the node", "The Plugin MUST answer `FAILED_PRECONDITION` to a `NodePublishVolume` call without `staging_target_path` if it has `STAGE_UNSTAGE_VOLUME`.", "v1alpha1"},
-	{CsiPublishData, Must, SP, "On the node", "The Plugin MUST make visible at `target_path` the data of the volume, the same each time it is published, and of no other volume.", "v1alpha1"},
-	{CsiPublishMounts, Must, SP, "On the node", "The Plugin MUST mount a volume that it publishes, at `target_path` and exactly once.", "v1alpha1"},
-	{CsiPublishReadonly, Must, SP, "On the node", "The Plugin MUST make a volume that is published with `readonly` refuse every change.", "v1alpha1"},
-	{CsiPublishRepeated, Must, SP, "On the node", "The Plugin MUST answer `OK` to a repeated `NodePublishVolume` call, and mount nothing again.", "v1alpha1"},
-	{CsiPublishIncompatible, Must, SP, "On the node", "The Plugin MUST answer `ALREADY_EXISTS` to a `NodePublishVolume` call with the `target_path` of a publication and another `readonly`.", "v1alpha1"},
-	{CsiPublishWriters, Must, SP, "On the node", "The Plugin MUST answer `FAILED_PRECONDITION` to a `NodePublishVolume` call with another `target_path` for a volume published with `SINGLE_NODE_SINGLE_WRITER`.", "v1alpha1"},
-	{CsiPublishFlags, MustNot, SP, "On the node", "The Plugin MUST NOT ignore a mount flag that it does not know.", "v1alpha1"},
-	{CsiPublishConcurrent, Must, SP, "On the node", "The Plugin MUST leave one mount after concurrent `NodePublishVolume` calls with equal arguments.", "v1alpha1"},
-	{CsiPublishSurvives, Must, SP, "On the node", "The Plugin MUST end a publication of a process before it, in the same boot, when it is asked to.", "v1alpha1"},
-	{CsiUnpublishArguments, Must, SP, "On the node", "The Plugin MUST answer `INVALID_ARGUMENT` to a `NodeUnpublishVolume` call without `volume_id` or `target_path`.", "v1alpha1"},
-	{CsiUnpublishClean, Must, SP, "On the node", "The Plugin MUST have removed the mount and what it made at `target_path` when it answers `OK` to `NodeUnpublishVolume`.", "v1alpha1"},
-	{CsiUnpublishRepeated, Must, SP, "On the node", "The Plugin MUST answer `OK` to a repeated `NodeUnpublishVolume` call.", "v1alpha1"},
-	{CsiUnpublishData, MustNot, SP, "On the node", "The Plugin MUST NOT change or delete data of a volume in `NodeUnpublishVolume`.", "v1alpha1"},
-	{CsiStats, Must, SP, "On the node", "The Plugin MUST answer `NodeGetVolumeStats` for a published volume with its usage.", "v1alpha1"},
-	{CsiStatsArguments, Must, SP, "On the node", "The Plugin MUST answer `INVALID_ARGUMENT` to a `NodeGetVolumeStats` call without `volume_id` or `volume_path`.", "v1alpha1"},
-	{CsiStatsUnknown, Must, SP, "On the node", "The Plugin MUST answer `NOT_FOUND` to a `NodeGetVolumeStats` call for a volume or a path that does not exist.", "v1alpha1"},
-	{CsiNodeExpand, Must, SP, "On the node", "The Plugin MUST answer `OK` to `NodeExpandVolume` of a volume that was expanded, and keep its data.", "v1alpha1"},
+	{CSIName, Must, SP, "The plugin itself", "The Plugin MUST answer `GetPluginInfo` with a name of 1 to 63 bytes in domain name notation that begins and ends with a letter or digit.", "v1alpha1"},
+	{CSINodeID, Must, SP, "The plugin itself", "The Plugin MUST answer `NodeGetInfo` with the same `node_id`, of 1 to 256 bytes, each time.", "v1alpha1"},
+	{CSIServed, Must, SP, "The plugin itself", "The Plugin MUST serve every call of a capability that it reports.", "v1alpha1"},
+	{CSICreateArguments, Must, SP, "Volumes", "The Plugin MUST answer `INVALID_ARGUMENT` to a `CreateVolume` call without a name or without capabilities.", "v1alpha1"},
+	{CSICreateSame, Must, SP, "Volumes", "The Plugin MUST answer a repeated `CreateVolume` call with the volume that the first one made.", "v1alpha1"},
+	{CSICreateIncompatible, Must, SP, "Volumes", "The Plugin MUST answer `ALREADY_EXISTS` to a `CreateVolume` call with the name of a volume that is not compatible with it.", "v1alpha1"},
+	{CSICreateSize, MustNot, SP, "Volumes", "The Plugin MUST NOT create a volume whose capacity, where it tells that, is outside `capacity_range`.", "v1alpha1"},
+	{CSICreateEmpty, MustNot, SP, "Volumes", "The Plugin MUST NOT let a new volume without a source show data of anybody.", "v1alpha1"},
+	{CSICreateConcurrent, MustNot, SP, "Volumes", "The Plugin MUST NOT make two volumes of concurrent `CreateVolume` calls with one name.", "v1alpha1"},
+	{CSIDeleteArguments, Must, SP, "Volumes", "The Plugin MUST answer `INVALID_ARGUMENT` to a `DeleteVolume` call without `volume_id`.", "v1alpha1"},
+	{CSIDeleteRepeated, Must, SP, "Volumes", "The Plugin MUST answer `OK` to a `DeleteVolume` call for a volume that does not exist.", "v1alpha1"},
+	{CSIDeleteGone, MustNot, SP, "Volumes", "The Plugin MUST NOT know a volume after it has answered `OK` to the `DeleteVolume` call for it.", "v1alpha1"},
+	{CSIValidateArguments, Must, SP, "Volumes", "The Plugin MUST answer `INVALID_ARGUMENT` to a `ValidateVolumeCapabilities` call without `volume_id` or without capabilities.", "v1alpha1"},
+	{CSIValidateUnknown, Must, SP, "Volumes", "The Plugin MUST answer `NOT_FOUND` to a `ValidateVolumeCapabilities` call for a volume that does not exist.", "v1alpha1"},
+	{CSIValidateCreated, Must, SP, "Volumes", "The Plugin MUST confirm the capabilities that a volume was created with.", "v1alpha1"},
+	{CSIValidateHonest, MustNot, SP, "Volumes", "The Plugin MUST NOT confirm a capability that the volume does not support.", "v1alpha1"},
+	{CSIListVolumes, Must, SP, "Volumes", "The Plugin MUST list every volume that it has created and not deleted.", "v1alpha1"},
+	{CSIListVolumesPages, Must, SP, "Volumes", "The Plugin MUST return every volume exactly once over pages of at most `max_entries`, of a set that does not change.", "v1alpha1"},
+	{CSIListVolumesToken, Must, SP, "Volumes", "The Plugin MUST answer `ABORTED` to a `starting_token` of `ListVolumes` that it did not give.", "v1alpha1"},
+	{CSIGetVolume, Must, SP, "Volumes", "The Plugin MUST answer `ControllerGetVolume` with the volume that was asked for, or `NOT_FOUND` if there is none.", "v1alpha1"},
+	{CSIModify, Must, SP, "Volumes", "The Plugin MUST answer `OK` to a repeated `ControllerModifyVolume` call.", "v1alpha1"},
+	{CSIModifyArguments, Must, SP, "Volumes", "The Plugin MUST answer `INVALID_ARGUMENT` to a `ControllerModifyVolume` call without `volume_id` or without parameters.", "v1alpha1"},
+	{CSIModifyUnknown, Must, SP, "Volumes", "The Plugin MUST answer `NOT_FOUND` to a `ControllerModifyVolume` call for a volume that does not exist.", "v1alpha1"},
+	{CSIGetCapacity, Must, SP, "Volumes", "The Plugin MUST answer `GetCapacity` with no negative figure.", "v1alpha1"},
+	{CSISnapshotArguments, Must, SP, "Snapshots and copies", "The Plugin MUST answer `INVALID_ARGUMENT` to a `CreateSnapshot` call without a name or without `source_volume_id`.", "v1alpha1"},
+	{CSISnapshotSame, Must, SP, "Snapshots and copies", "The Plugin MUST answer a repeated `CreateSnapshot` call with the snapshot that the first one took.", "v1alpha1"},
+	{CSISnapshotIncompatible, Must, SP, "Snapshots and copies", "The Plugin MUST answer `ALREADY_EXISTS` to a `CreateSnapshot` call with the name of a snapshot of another volume.", "v1alpha1"},
+	{CSISnapshotDescribed, Must, SP, "Snapshots and copies", "The Plugin MUST answer `CreateSnapshot` with an id, the source volume and a time of creation.", "v1alpha1"},
+	{CSISnapshotData, Must, SP, "Snapshots and copies", "The Plugin MUST give a volume that is made from a snapshot the data of the source volume as it was when the snapshot was taken.", "v1alpha1"},
+	{CSISnapshotKept, MustNot, SP, "Snapshots and copies", "The Plugin MUST NOT let a later change of the source volume reach a snapshot.", "v1alpha1"},
+	{CSISnapshotDeleteArguments, Must, SP, "Snapshots and copies", "The Plugin MUST answer `INVALID_ARGUMENT` to a `DeleteSnapshot` call without `snapshot_id`.", "v1alpha1"},
+	{CSISnapshotDeleteRepeated, Must, SP, "Snapshots and copies", "The Plugin MUST answer `OK` to a `DeleteSnapshot` call for a snapshot that does not exist.", "v1alpha1"},
+	{CSIListSnapshots, Must, SP, "Snapshots and copies", "The Plugin MUST list every snapshot that it has taken and not deleted, and no other.", "v1alpha1"},
+	{CSIListSnapshotsFilter, Must, SP, "Snapshots and copies", "The Plugin MUST list no snapshot but those that `snapshot_id` and `source_volume_id` of the call name.", "v1alpha1"},
+	{CSIListSnapshotsPages, Must, SP, "Snapshots and copies", "The Plugin MUST return every snapshot exactly once over pages of at most `max_entries`, of a set that does not change.", "v1alpha1"},
+	{CSIListSnapshotsToken, Must, SP, "Snapshots and copies", "The Plugin MUST answer `ABORTED` to a `starting_token` of `ListSnapshots` that it did not give.", "v1alpha1"},
+	{CSIGetSnapshot, Must, SP, "Snapshots and copies", "The Plugin MUST answer `GetSnapshot` with the snapshot that was asked for, or `NOT_FOUND` if there is none.", "v1alpha1"},
+	{CSICloneData, Must, SP, "Snapshots and copies", "The Plugin MUST give a volume that is made from another volume the data of that volume.", "v1alpha1"},
+	{CSICopyIndependent, MustNot, SP, "Snapshots and copies", "The Plugin MUST NOT let a change of a copy reach what it was made from, nor the reverse.", "v1alpha1"},
+	{CSICopySourceUnknown, Must, SP, "Snapshots and copies", "The Plugin MUST answer `NOT_FOUND` to a `CreateVolume` call whose source does not exist.", "v1alpha1"},
+	{CSICopySourceTold, Must, SP, "Snapshots and copies", "The Plugin MUST answer a `CreateVolume` call that has a source with a volume that names it.", "v1alpha1"},
+	{CSIGroupSnapshots, Must, SP, "Snapshots and copies", "The Plugin MUST take one snapshot of each source volume in a `CreateVolumeGroupSnapshot` call, and the same ones for a repeat.", "v1alpha1"},
+	{CSIGroupData, Must, SP, "Snapshots and copies", "The Plugin MUST give a volume that is made from a snapshot of a group the data of that snapshot's source.", "v1alpha1"},
+	{CSIGroupGet, Must, SP, "Snapshots and copies", "The Plugin MUST answer `GetVolumeGroupSnapshot` with the group that was asked for, or `NOT_FOUND` if there is none.", "v1alpha1"},
+	{CSIGroupDelete, Must, SP, "Snapshots and copies", "The Plugin MUST answer `OK` to a repeated `DeleteVolumeGroupSnapshot` call, and keep none of its snapshots.", "v1alpha1"},
+	{CSIExpandSize, Must, SP, "Growing", "The Plugin MUST answer `ControllerExpandVolume` with a capacity of at least `required_bytes` and not above `limit_bytes`.", "v1alpha1"},
+	{CSIExpandArguments, Must, SP, "Growing", "The Plugin MUST answer `INVALID_ARGUMENT` to a `ControllerExpandVolume` call without `volume_id` or without `capacity_range`.", "v1alpha1"},
+	{CSIExpandUnknown, Must, SP, "Growing", "The Plugin MUST answer `NOT_FOUND` to a `ControllerExpandVolume` call for a volume that does not exist.", "v1alpha1"},
+	{CSIExpandRepeated, Must, SP, "Growing", "The Plugin MUST answer `OK` to a repeated `ControllerExpandVolume` call, and never with a smaller volume.", "v1alpha1"},
+	{CSIExpandData, MustNot, SP, "Growing", "The Plugin MUST NOT change data of a volume that it expands.", "v1alpha1"},
+	{CSIAttachArguments, Must, SP, "Attaching to a node", "The Plugin MUST answer `INVALID_ARGUMENT` to a `ControllerPublishVolume` call without `volume_id`, `node_id` or `volume_capability`.", "v1alpha1"},
+	{CSIAttachUnknown, Must, SP, "Attaching to a node", "The Plugin MUST answer `NOT_FOUND` to a `ControllerPublishVolume` call for a volume or a node that does not exist.", "v1alpha1"},
+	{CSIAttachRepeated, Must, SP, "Attaching to a node", "The Plugin MUST answer a repeated `ControllerPublishVolume` call with `OK` and the same `publish_context`.", "v1alpha1"},
+	{CSIAttachIncompatible, Must, SP, "Attaching to a node", "The Plugin MUST answer `ALREADY_EXISTS` to a `ControllerPublishVolume` call for a volume that is published to the node with another `readonly`.", "v1alpha1"},
+	{CSIDetachRepeated, Must, SP, "Attaching to a node", "The Plugin MUST answer `OK` to a repeated `ControllerUnpublishVolume` call.", "v1alpha1"},
+	{CSIStageArguments, Must, SP, "On the node", "The Plugin MUST answer `INVALID_ARGUMENT` to a `NodeStageVolume` call without `volume_id`, `staging_target_path` or `volume_capability`.", "v1alpha1"},
+	{CSIStageUnknown, Must, SP, "On the node", "The Plugin MUST answer `NOT_FOUND` to a `NodeStageVolume` call for a volume that does not exist.", "v1alpha1"},
+	{CSIStageRepeated, Must, SP, "On the node", "The Plugin MUST answer `OK` to a repeated `NodeStageVolume` call, and mount nothing again.", "v1alpha1"},
+	{CSIUnstageRepeated, Must, SP, "On the node", "The Plugin MUST answer `OK` to a `NodeUnstageVolume` call for a volume that is not staged.", "v1alpha1"},
+	{CSIUnstageClean, Must, SP, "On the node", "The Plugin MUST leave no mount at or below `staging_target_path` when it answers `OK` to `NodeUnstageVolume`.", "v1alpha1"},
+	{CSIPublishArguments, Must, SP, "On the node", "The Plugin MUST answer `INVALID_ARGUMENT` to a `NodePublishVolume` call without `volume_id`, `target_path` or `volume_capability`.", "v1alpha1"},
+	{CSIPublishUnknown, Must, SP, "On the node", "The Plugin MUST answer `NOT_FOUND` to a `NodePublishVolume` call for a volume that does not exist.", "v1alpha1"},
+	{CSIPublishStaged, Must, SP, "On the node", "The Plugin MUST answer `FAILED_PRECONDITION` to a `NodePublishVolume` call without `staging_target_path` if it has `STAGE_UNSTAGE_VOLUME`.", "v1alpha1"},
+	{CSIPublishData, Must, SP, "On the node", "The Plugin MUST make visible at `target_path` the data of the volume, the same each time it is published, and of no other volume.", "v1alpha1"},
+	{CSIPublishMounts, Must, SP, "On the node", "The Plugin MUST mount a volume that it publishes, at `target_path` and exactly once.", "v1alpha1"},
+	{CSIPublishReadonly, Must, SP, "On the node", "The Plugin MUST make a volume that is published with `readonly` refuse every change.", "v1alpha1"},
+	{CSIPublishRepeated, Must, SP, "On the node", "The Plugin MUST answer `OK` to a repeated `NodePublishVolume` call, and mount nothing again.", "v1alpha1"},
+	{CSIPublishIncompatible, Must, SP, "On the node", "The Plugin MUST answer `ALREADY_EXISTS` to a `NodePublishVolume` call with the `target_path` of a publication and another `readonly`.", "v1alpha1"},
+	{CSIPublishWriters, Must, SP, "On the node", "The Plugin MUST answer `FAILED_PRECONDITION` to a `NodePublishVolume` call with another `target_path` for a volume published with `SINGLE_NODE_SINGLE_WRITER`.", "v1alpha1"},
+	{CSIPublishFlags, MustNot, SP, "On the node", "The Plugin MUST NOT ignore a mount flag that it does not know.", "v1alpha1"},
+	{CSIPublishConcurrent, Must, SP, "On the node", "The Plugin MUST leave one mount after concurrent `NodePublishVolume` calls with equal arguments.", "v1alpha1"},
+	{CSIPublishSurvives, Must, SP, "On the node", "The Plugin MUST end a publication of a process before it, in the same boot, when it is asked to.", "v1alpha1"},
+	{CSIUnpublishArguments, Must, SP, "On the node", "The Plugin MUST answer `INVALID_ARGUMENT` to a `NodeUnpublishVolume` call without `volume_id` or `target_path`.", "v1alpha1"},
+	{CSIUnpublishClean, Must, SP, "On the node", "The Plugin MUST have removed the mount and what it made at `target_path` when it answers `OK` to `NodeUnpublishVolume`.", "v1alpha1"},
+	{CSIUnpublishRepeated, Must, SP, "On the node", "The Plugin MUST answer `OK` to a repeated `NodeUnpublishVolume` call.", "v1alpha1"},
+	{CSIUnpublishData, MustNot, SP, "On the node", "The Plugin MUST NOT change or delete data of a volume in `NodeUnpublishVolume`.", "v1alpha1"},
+	{CSIStats, Must, SP, "On the node", "The Plugin MUST answer `NodeGetVolumeStats` for a published volume with its usage.", "v1alpha1"},
+	{CSIStatsArguments, Must, SP, "On the node", "The Plugin MUST answer `INVALID_ARGUMENT` to a `NodeGetVolumeStats` call without `volume_id` or `volume_path`.", "v1alpha1"},
+	{CSIStatsUnknown, Must, SP, "On the node", "The Plugin MUST answer `NOT_FOUND` to a `NodeGetVolumeStats` call for a volume or a path that does not exist.", "v1alpha1"},
+	{CSINodeExpand, Must, SP, "On the node", "The Plugin MUST answer `OK` to `NodeExpandVolume` of a volume that was expanded, and keep its data.", "v1alpha1"},
 }

@@ -13,7 +13,7 @@ import (
 // initialisms are the words of ids that Go writes in capitals.
 var initialisms = map[string]string{
 	"rpc": "RPC", "id": "ID", "sp": "SP", "co": "CO",
-	"fuse": "FUSE", "fs": "FS", "idmap": "IDMap",
+	"csi": "CSI", "fuse": "FUSE", "fs": "FS", "idmap": "IDMap",
 }
 
 var idWord = regexp.MustCompile(`[a-z0-9]+`)
