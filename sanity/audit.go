@@ -11,7 +11,6 @@ import (
 
 	"github.com/csi-prepare/csi-prepare/reference/kernel"
 	"github.com/csi-prepare/csi-prepare/reference/mountns"
-	"github.com/csi-prepare/csi-prepare/sanity/report"
 	"github.com/csi-prepare/csi-prepare/spec/requirement"
 )
 
@@ -269,10 +268,7 @@ func (t *trial) leak(id requirement.ID, expected, actual, table string) *ending 
 	if spec, known := t.brokenIn(id); known && spec != t.definition.name {
 		return couldNotRun("%s, which breaks %s: see %q", actual, id, spec)
 	}
-	return &ending{
-		outcome: report.Failed, breaks: id,
-		message: t.failure(id, t.lastCall(), expected, actual, table).String(),
-	}
+	return t.failed(id, t.lastCall(), expected, actual, table)
 }
 
 // mountRule is the requirement a mount breaks that is left outside the

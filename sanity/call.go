@@ -1,10 +1,12 @@
 package sanity
 
 import (
+	"bytes"
 	"context"
 	"encoding/json"
 	"fmt"
 	"path"
+	"slices"
 	"strings"
 	"sync"
 	"time"
@@ -14,6 +16,7 @@ import (
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/status"
+	"google.golang.org/protobuf/encoding/protojson"
 	"google.golang.org/protobuf/proto"
 	"google.golang.org/protobuf/reflect/protoreflect"
 
@@ -28,6 +31,8 @@ type call struct {
 	answer  string // of a call that was OK
 	code    codes.Code
 	message string // of the error, which comes from the plugin
+	// command is what makes the call again, without its secrets.
+	command string
 }
 
 // String returns one line: "NodePrepareVolume volume_id=v1 -> OK, 1 mount
@@ -185,6 +190,72 @@ func (j *journal) last() (call, bool) {
 	return j.calls[len(j.calls)-1], true
 }
 
+// tail are the last calls, the oldest first.
+func (j *journal) tail(most int) []call {
+	j.mu.Lock()
+	defer j.mu.Unlock()
+	return slices.Clone(j.calls[max(0, len(j.calls)-most):])
+}
+
+// lines are the last calls as a failure shows them.
+func (j *journal) lines(most int) []string {
+	var all []string
+	for _, c := range j.tail(most) {
+		all = append(all, c.String())
+	}
+	return all
+}
+
+// commands make the last calls again.
+func (j *journal) commands(most int) []string {
+	var all []string
+	for _, c := range j.tail(most) {
+		if c.command != "" {
+			all = append(all, c.command)
+		}
+	}
+	return all
+}
+
+// command is a command line that makes a call.
+func command(method string, request proto.Message) string {
+	const most = 2000 // bytes, beyond which nobody types it
+	if request == nil {
+		return ""
+	}
+	request = proto.Clone(request)
+	withoutSecrets(request.ProtoReflect())
+	text, err := protojson.MarshalOptions{UseProtoNames: true}.Marshal(request)
+	if err != nil || len(text) > most {
+		return ""
+	}
+	// protojson varies its spaces on purpose.
+	var compact bytes.Buffer
+	if json.Compact(&compact, text) != nil {
+		return ""
+	}
+	return fmt.Sprintf("prepare-sanity call %s '%s'", path.Base(method), strings.ReplaceAll(compact.String(), "'", `'\''`))
+}
+
+// withoutSecrets clears every field that is marked csi_secret.
+func withoutSecrets(m protoreflect.Message) {
+	m.Range(func(f protoreflect.FieldDescriptor, v protoreflect.Value) bool {
+		secret, _ := proto.GetExtension(f.Options(), csi.E_CsiSecret).(bool)
+		switch {
+		case secret:
+			m.Clear(f)
+		case f.IsMap() || f.Message() == nil:
+		case f.IsList():
+			for i := range v.List().Len() {
+				withoutSecrets(v.List().Get(i).Message())
+			}
+		default:
+			withoutSecrets(v.Message())
+		}
+		return true
+	})
+}
+
 type journalKey struct{}
 
 // recorded makes calls under ctx go into j.
@@ -201,7 +272,7 @@ func record(timeout time.Duration, seen func(req, answer proto.Message)) grpc.Un
 		request, _ := req.(proto.Message)
 		answer, _ := reply.(proto.Message)
 		if j, ok := ctx.Value(journalKey{}).(*journal); ok {
-			c := call{method: path.Base(method), request: describe(request), code: status.Code(err)}
+			c := call{method: path.Base(method), request: describe(request), code: status.Code(err), command: command(method, request)}
 			if err != nil {
 				c.message = status.Convert(err).Message()
 			} else {

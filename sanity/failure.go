@@ -4,45 +4,77 @@ import (
 	"fmt"
 	"strings"
 
+	"github.com/csi-prepare/csi-prepare/sanity/report"
 	"github.com/csi-prepare/csi-prepare/spec/requirement"
 )
 
-// failure is what a failed spec has to say. Its lines always stand in the
-// same order, and none is left out.
-type failure struct {
-	requirement requirement.ID
-	plugin      string
-	call        string
-	expected    string
-	actual      string
-	table       string // the difference of mount tables, a line for each change
-	kernel      string // the kernel's own words about a system call that failed
-	rerun       string
+// The most calls a failure shows, and gives commands for.
+const (
+	mostCalls  = 12
+	mostByHand = 6
+)
+
+// failed is the end of a spec that found something that does not hold. The
+// table is how mount tables differ, a line for each change.
+func (t *trial) failed(id requirement.ID, call, expected, actual, table string) *ending {
+	e := &report.Evidence{
+		Requirement: id, Plugin: t.whom(), Call: call,
+		Expected: expected, Actual: actual, Table: lines(table), Kernel: t.kernel, KnownAs: knownAs[id],
+		Rerun:  fmt.Sprintf("%s --id %s --seed %d", t.config.Rerun, id, t.config.Seed),
+		ByHand: t.byHand(), Calls: t.journal.lines(mostCalls),
+	}
+	return &ending{outcome: report.Failed, breaks: id, message: e.String(), evidence: e}
 }
 
-// String returns the message.
-func (f failure) String() string {
-	q, ok := requirement.Lookup(f.requirement)
-	if !ok {
-		q = requirement.Requirement{ID: f.requirement, Text: "(not in this version of SPEC.md)"}
+func lines(text string) []string {
+	if text = strings.TrimRight(text, "\n"); text == "" {
+		return nil
 	}
-	var b strings.Builder
-	fmt.Fprintf(&b, "[%s] %s   SPEC.md#%s   since %s\n", q.ID, q.Level, q.ID, orUnknown(q.Since))
-	fmt.Fprintf(&b, "  %s\n", q.Text)
-	for _, line := range []struct{ name, text string }{
-		{"plugin", orUnknown(f.plugin)},
-		{"call", orElse(f.call, "none")},
-		{"expected", orUnknown(f.expected)},
-		{"actual", orUnknown(f.actual)},
-		{"table", orElse(f.table, "no change")},
-		{"kernel", orElse(f.kernel, "no error")},
-		{"known as", orElse(knownAs[f.requirement], "no known case")},
-		{"rerun", f.rerun},
-	} {
-		text := strings.ReplaceAll(strings.TrimRight(line.text, "\n"), "\n", "\n            ")
-		fmt.Fprintf(&b, "  %-9s %s\n", line.name, text)
+	return strings.Split(text, "\n")
+}
+
+// byHand are commands that make the last calls of the spec again. Directories
+// of the spec are made first, since they go with it.
+func (t *trial) byHand() []string {
+	if t.actor != requirement.SP {
+		return nil // a namespace of a spec that has ended cannot be named
 	}
-	return strings.TrimRight(b.String(), "\n")
+	commands := t.journal.commands(mostByHand)
+	if len(commands) == 0 {
+		return nil
+	}
+	var made []string
+	for _, dir := range t.directories {
+		if strings.Contains(strings.Join(commands, " "), dir) {
+			made = append(made, dir)
+		}
+	}
+	if len(made) > 0 {
+		commands = append([]string{"mkdir -p " + strings.Join(made, " ")}, commands...)
+	}
+	return commands
+}
+
+// hide keeps a text out of everything the run reports.
+func (s *Suite) hide(secret string) {
+	if secret == "" {
+		return
+	}
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.secrets = append(s.secrets, secret, "[hidden]")
+}
+
+// redact replaces what is hidden. A plugin may show a secret in an error, and
+// that error is what a failure quotes.
+func (s *Suite) redact(r *result) {
+	s.mu.Lock()
+	hidden := strings.NewReplacer(s.secrets...)
+	s.mu.Unlock()
+	r.Message = hidden.Replace(r.Message)
+	if r.Evidence != nil {
+		r.Evidence.Each(hidden.Replace)
+	}
 }
 
 func orElse(s, other string) string {
@@ -51,5 +83,3 @@ func orElse(s, other string) string {
 	}
 	return s
 }
-
-func orUnknown(s string) string { return orElse(s, "unknown") }

@@ -11,8 +11,13 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// canary is random text that is looked for where it must not be.
-func (t *trial) canary() string { return fmt.Sprintf("canary-%016x", t.draw()) }
+// canary is random text that is looked for where it must not be. Reports do
+// not show it, wherever it is found.
+func (t *trial) canary() string {
+	text := fmt.Sprintf("canary-%016x", t.draw())
+	t.hide(text)
+	return text
+}
 
 // nonce is random text that is written in one place and read in another.
 func (t *trial) nonce() string { return fmt.Sprintf("nonce-%016x\n", t.draw()) }

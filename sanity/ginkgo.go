@@ -120,7 +120,7 @@ func (s *Suite) specOf(r ginkgo.SpecReport) (report.Spec, result) {
 		if e.Name != entry || !ok || json.Unmarshal([]byte(text), &out) != nil {
 			continue
 		}
-		spec.Outcome, spec.Message, spec.Breaks = out.Outcome, out.Message, out.Breaks
+		spec.Outcome, spec.Message, spec.Breaks, spec.Evidence = out.Outcome, out.Message, out.Breaks, out.Evidence
 		return spec, out
 	}
 	switch {

@@ -2,6 +2,7 @@ package sanity
 
 import (
 	"context"
+	"encoding/json"
 	"strings"
 	"testing"
 	"time"
@@ -12,14 +13,17 @@ import (
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/status"
 
+	"github.com/csi-prepare/csi-prepare/sanity/report"
 	"github.com/csi-prepare/csi-prepare/spec/preparev1alpha1"
 	"github.com/csi-prepare/csi-prepare/spec/requirement"
 )
 
 func TestFailureHasEveryLineInItsOrder(t *testing.T) {
-	f := failure{
-		requirement: requirement.PrepareReadonly, plugin: "p 1, pid 7, mount namespace mnt:[1]", call: "NodePrepareVolume -> OK",
-		expected: "this", actual: "that", table: "+ one\n- two", rerun: "prepare-sanity run --id prepare.readonly --seed 1",
+	f := report.Evidence{
+		Requirement: requirement.PrepareReadonly, Plugin: "p 1, pid 7, mount namespace mnt:[1]", Call: "NodePrepareVolume -> OK",
+		Expected: "this", Actual: "that", Table: []string{"+ one", "- two"}, KnownAs: KnownAs(requirement.PrepareReadonly),
+		Rerun:  "prepare-sanity run --id prepare.readonly --seed 1",
+		ByHand: []string{"mkdir -p /d", "prepare-sanity call Probe '{}'"},
 	}
 	q, _ := requirement.Lookup(requirement.PrepareReadonly)
 	want := "[prepare.readonly] MUST   SPEC.md#prepare.readonly   since " + q.Since + "\n" +
@@ -32,11 +36,13 @@ func TestFailureHasEveryLineInItsOrder(t *testing.T) {
             - two
   kernel    no error
   known as  a read-only volume that is writable: kubernetes/kubernetes#61008, kubernetes-csi/csi-driver-smb#987
-  rerun     prepare-sanity run --id prepare.readonly --seed 1`
+  rerun     prepare-sanity run --id prepare.readonly --seed 1
+  by hand   mkdir -p /d
+            prepare-sanity call Probe '{}'`
 	if diff := cmp.Diff(want, f.String()); diff != "" {
 		t.Error(diff)
 	}
-	empty := failure{requirement: requirement.ListComplete}.String()
+	empty := report.Evidence{Requirement: requirement.ListComplete}.String()
 	for _, line := range []string{"plugin    unknown", "call      none", "table     no change", "known as  no known case"} {
 		if !strings.Contains(empty, line) {
 			t.Errorf("no %q in\n%s", line, empty)
@@ -93,6 +99,39 @@ func TestEveryCallHasADeadlineAndIsKept(t *testing.T) {
 		if c, ok := j.last(); !ok || c.String() != test.want || status.Code(err) != status.Code(test.err) {
 			t.Errorf("got %s, want %s", c, test.want)
 		}
+	}
+}
+
+func TestCommandMakesTheCallAgainWithoutItsSecrets(t *testing.T) {
+	got := command("/csi.prepare.v1alpha1.NodePrepare/NodePrepareVolume", &preparev1alpha1.NodePrepareVolumeRequest{
+		VolumeId: "it's", Secrets: map[string]string{"password": "do-not-show"}, HandoffToken: []byte("do-not-show"),
+	})
+	if want := `prepare-sanity call NodePrepareVolume '{"volume_id":"it'\''s"}'`; got != want {
+		t.Errorf("got  %s\nwant %s", got, want)
+	}
+	if command("/csi.v1.Node/NodeStageVolume", &csi.NodeStageVolumeRequest{VolumeId: strings.Repeat("v", 3000)}) != "" {
+		t.Error("a command nobody could type")
+	}
+}
+
+// TestReportsShowNoSecret has a plugin quote a secret in an error.
+func TestReportsShowNoSecret(t *testing.T) {
+	const password = "hunter2-of-the-user"
+	s := started(t, func(c *Config) {
+		c.Secrets = map[string]map[string]string{"CreateVolumeSecret": {"password": password}}
+	})
+	var drawn string
+	r := s.run(t.Context(), about(func(t *trial) {
+		drawn = t.canary()
+		t.journal.add(call{method: "NodePrepareVolume", code: codes.Internal, message: password + " " + drawn, command: "prepare-sanity call " + drawn})
+		t.fail(requirement.PrepareReadonly, "no secret", "it says "+password+" and "+drawn)
+	}))
+	text, err := json.Marshal(r)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if strings.Contains(string(text), password) || strings.Contains(string(text), drawn) || !strings.Contains(string(text), "[hidden]") {
+		t.Errorf("%s", text)
 	}
 }
 

@@ -13,7 +13,9 @@ import (
 type ending struct {
 	outcome report.Outcome
 	message string
-	breaks  requirement.ID // of a failed spec
+	// Of a failed spec:
+	breaks   requirement.ID
+	evidence *report.Evidence
 }
 
 func (e *ending) Error() string { return string(e.outcome) + ": " + e.message }
@@ -39,9 +41,10 @@ func caught(f func()) (e *ending) {
 
 // result is how one spec came out, as it goes from the spec to the report.
 type result struct {
-	Outcome report.Outcome `json:"outcome"`
-	Message string         `json:"message,omitempty"`
-	Breaks  requirement.ID `json:"breaks,omitempty"`
+	Outcome  report.Outcome   `json:"outcome"`
+	Message  string           `json:"message,omitempty"`
+	Breaks   requirement.ID   `json:"breaks,omitempty"`
+	Evidence *report.Evidence `json:"evidence,omitempty"`
 	// Body is the time spent in the spec itself and in taking away what it
 	// made, in seconds; the rest of its time is the suite's overhead.
 	Body float64 `json:"body"`
@@ -53,7 +56,7 @@ func resultOf(err error) result {
 	case err == nil:
 		return result{Outcome: report.Passed}
 	case errors.As(err, &e):
-		return result{Outcome: e.outcome, Message: e.message, Breaks: e.breaks}
+		return result{Outcome: e.outcome, Message: e.message, Breaks: e.breaks, Evidence: e.evidence}
 	default:
 		return result{Outcome: report.CouldNotRun, Message: err.Error()}
 	}

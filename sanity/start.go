@@ -26,6 +26,11 @@ func (s *Suite) start(ctx context.Context) (err error) {
 	if s.config, err = s.given.complete(); err != nil {
 		return err
 	}
+	for _, of := range s.config.Secrets {
+		for _, secret := range of {
+			s.hide(secret)
+		}
+	}
 	s.random = rand.New(rand.NewPCG(uint64(s.config.Seed), 0)) //nolint:gosec // test data, not keys
 	if s.nsBefore, err = leaderNamespace(); err != nil {
 		return err

@@ -63,6 +63,8 @@ type Suite struct {
 	mu     sync.Mutex
 	broken map[requirement.ID]string // the spec that found it first
 	gone   string                    // why no spec can run any more
+	// secrets are texts no report may show, each with what stands for it.
+	secrets []string
 	// descriptors counts the namespaces that other processes were given.
 	descriptors int
 	// loopsBefore are the loop devices there were when the run began.

@@ -91,6 +91,7 @@ func (s *Suite) run(ctx context.Context, d definition) result {
 	if e != nil {
 		r = resultOf(e)
 	}
+	s.redact(&r)
 	r.Body = body.Seconds()
 	if r.Outcome == report.Failed {
 		s.noteBroken(r.Breaks, d.name)
@@ -198,15 +199,7 @@ func (t *trial) lastCall() string {
 }
 
 func (t *trial) failCall(id requirement.ID, call, expected, actual string) {
-	end(&ending{outcome: report.Failed, breaks: id, message: t.failure(id, call, expected, actual, t.tableNow()).String()})
-}
-
-func (t *trial) failure(id requirement.ID, call, expected, actual, table string) failure {
-	return failure{
-		requirement: id, plugin: t.whom(), call: call,
-		expected: expected, actual: actual, table: table, kernel: t.kernel,
-		rerun: fmt.Sprintf("%s --id %s --seed %d", t.config.Rerun, id, t.config.Seed),
-	}
+	end(t.failed(id, call, expected, actual, t.tableNow()))
 }
 
 // want fails the spec unless ok.

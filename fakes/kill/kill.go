@@ -75,7 +75,7 @@ func (c Commands) Mutant(ctx context.Context, m mutant.Mutant, full bool) (Resul
 	}
 	// In the order of SPEC.md the specs of a requirement run before those
 	// that only build on it, and find its fault first.
-	o, err := c.run(ctx, m.Actor, arguments, only, inOrder)
+	o, err := c.run(ctx, m.Actor, m.Volumes, arguments, only, inOrder)
 	if err != nil {
 		return r, fmt.Errorf("mutant %s: %w", m.Name, err)
 	}
@@ -84,7 +84,7 @@ func (c Commands) Mutant(ctx context.Context, m mutant.Mutant, full bool) (Resul
 		case "failed":
 			r.TotalSpecs++
 			r.FailedSpecs++
-			if s.found(m.Breaks) {
+			if s.Breaks == m.Breaks {
 				r.KilledBy = append(r.KilledBy, s.Name)
 			}
 		case "passed":
@@ -98,10 +98,10 @@ func (c Commands) Mutant(ctx context.Context, m mutant.Mutant, full bool) (Resul
 	return r, nil
 }
 
-// Conformant runs the whole suite against a fake that has no fault, with more
-// arguments for the fake if there are any. An error says what failed.
-func (c Commands) Conformant(ctx context.Context, seat requirement.Actor, seed int64, arguments ...string) error {
-	o, err := c.run(ctx, seat, arguments, "", seed)
+// Conformant runs the whole suite against a fake that has no fault and volumes
+// of a kind, which only a plugin has, with more arguments for the fake if there are any. An error says what failed.
+func (c Commands) Conformant(ctx context.Context, seat requirement.Actor, volumes mutant.Volumes, seed int64, arguments ...string) error {
+	o, err := c.run(ctx, seat, volumes, arguments, "", seed)
 	if err == nil && (o.code != 0 || o.late) {
 		err = errors.New(o.String())
 	}
@@ -125,12 +125,8 @@ type spec struct {
 	Name    string `json:"name"`
 	Outcome string `json:"outcome"`
 	Message string `json:"message"`
-}
-
-// found reports whether the spec failed because id does not hold: its message
-// begins with that, whatever else the spec covers.
-func (s spec) found(id requirement.ID) bool {
-	return strings.HasPrefix(strings.TrimSpace(s.Message), "["+string(id)+"]")
+	// Breaks is what the spec found broken, whatever else it covers.
+	Breaks requirement.ID `json:"breaks"`
 }
 
 // String tells how the suite ended, and which specs did not pass.
@@ -154,7 +150,7 @@ func (o outcome) String() string {
 const inOrder = 0
 
 // run runs the suite once, in a directory that is removed afterwards.
-func (c Commands) run(ctx context.Context, seat requirement.Actor, arguments []string, only requirement.ID, seed int64) (outcome, error) {
+func (c Commands) run(ctx context.Context, seat requirement.Actor, volumes mutant.Volumes, arguments []string, only requirement.ID, seed int64) (outcome, error) {
 	directory, err := os.MkdirTemp("", "kill-")
 	if err != nil {
 		return outcome{}, err
@@ -173,6 +169,12 @@ func (c Commands) run(ctx context.Context, seat requirement.Actor, arguments []s
 		suite = []string{"run", "--grant", "data=" + in("grant"), "--state-dir", in("state")}
 	}
 	fake = append(fake, arguments...)
+	if volumes != mutant.Directories {
+		fake = append(fake, "--block")
+	}
+	if volumes == mutant.Raw {
+		suite = append(suite, "--csi.testvolumeaccesstype", "block")
+	}
 	suite = append(suite,
 		"--exec", strings.Join(fake, " "),
 		"--work-dir", in("work"), "--report", in("report"), "--timeout", "5s")

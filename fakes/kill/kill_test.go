@@ -59,14 +59,17 @@ func commands(t *testing.T) Commands {
 var controls = []struct {
 	name      string
 	seat      requirement.Actor
+	volumes   mutant.Volumes
 	runs      int
 	arguments []string
 }{
-	{"plugin", requirement.SP, 16, nil},
-	{"plugin that stages", requirement.SP, 2, []string{"--staging"}},
-	{"plugin of before the finer modes", requirement.SP, 2, []string{"--legacy-writers"}},
-	{"reference executor", requirement.CO, 10, nil},
-	{"plain executor", requirement.CO, 10, []string{"--plain"}},
+	{"plugin", requirement.SP, mutant.Directories, 16, nil},
+	{"plugin that stages", requirement.SP, mutant.Directories, 2, []string{"--staging"}},
+	{"plugin of before the finer modes", requirement.SP, mutant.Directories, 2, []string{"--legacy-writers"}},
+	{"plugin with raw devices", requirement.SP, mutant.Raw, 4, nil},
+	{"plugin with formatted devices", requirement.SP, mutant.Formatted, 4, nil},
+	{"reference executor", requirement.CO, mutant.Directories, 10, nil},
+	{"plain executor", requirement.CO, mutant.Directories, 10, []string{"--plain"}},
 }
 
 // TestSuitePassesConformantFakes is the other half of the evidence: a suite
@@ -81,7 +84,7 @@ func TestSuitePassesConformantFakes(t *testing.T) {
 				runs = 1
 			}
 			for range runs {
-				if err := c.Conformant(t.Context(), control.seat, rand.Int64N(1<<31)+1, control.arguments...); err != nil {
+				if err := c.Conformant(t.Context(), control.seat, control.volumes, rand.Int64N(1<<31)+1, control.arguments...); err != nil {
 					t.Fatal(err)
 				}
 			}
@@ -108,8 +111,8 @@ func TestSuiteKillsEveryMutant(t *testing.T) {
 // TestMutant judges the judge: a suite that is a script ends in various ways.
 func TestMutant(t *testing.T) {
 	const report = `{"specs": [
-		{"name": "right", "message": "[prepare.readonly] MUST hold", "outcome": "%s"},
-		{"name": "other", "message": "[list.forgets] MUST hold", "outcome": "%s"},
+		{"name": "right", "breaks": "prepare.readonly", "outcome": "%s"},
+		{"name": "other", "breaks": "list.forgets", "outcome": "%s"},
 		{"name": "left out", "outcome": "filtered"}]}`
 	m := mutant.Mutant{Name: "m", Actor: requirement.SP, Breaks: requirement.PrepareReadonly}
 	for _, test := range []struct {

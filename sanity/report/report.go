@@ -112,6 +112,8 @@ type Spec struct {
 	// the spec does not cover, when what the spec builds on failed. Empty
 	// means everything the spec covers.
 	Breaks requirement.ID `json:"breaks,omitempty"`
+	// Evidence is what a failed spec found.
+	Evidence *Evidence `json:"evidence,omitempty"`
 }
 
 // Summary counts requirements by outcome.
