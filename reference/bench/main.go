@@ -124,7 +124,12 @@ func run(w io.Writer, o options) (met bool, err error) {
 		fmt.Fprintf(w, "\nwritten: %s\n", o.json)
 	}
 	if o.chart != "" {
-		if err := chart(o.chart, "One read-only bind, performed, verified and undone", ofCase(results, caseBind)); err != nil {
+		err := chart(
+			o.chart,
+			panelOf("One read-only bind, performed, verified and undone", ofCase(results, caseBind), atParent),
+			panelOf("Which mount is new?", ofCase(results, caseIncremental)),
+		)
+		if err != nil {
 			return false, err
 		}
 		fmt.Fprintf(w, "drawn: %s\n", o.chart)
