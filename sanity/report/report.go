@@ -206,8 +206,11 @@ func (r *Report) JudgeProfile(actor requirement.Actor, name, about, lacks string
 	part.Judge(actor)
 	p.Requirements, p.Outcome = part.Summary, part.Verdict()
 	p.Requirements.Untested = 0 // those are of other profiles
-	if lacks != "" {
+	switch {
+	case lacks != "":
 		p.Outcome = Unsupported
+	case len(part.Specs) == 0:
+		p.Outcome = Untested
 	}
 	return p
 }

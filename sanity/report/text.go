@@ -81,34 +81,50 @@ func (r *Report) WriteOpen(w io.Writer) {
 	}
 }
 
+// Words are the verdict for people.
+type Words struct {
+	Word     string // "conforms", "does not conform", …
+	Sentence string // what the run showed, and what it did not
+}
+
+// Words puts the verdict into words.
+func (r *Report) Words() Words {
+	who := strings.TrimSpace(r.Plugin.Name + " " + r.Plugin.Version)
+	of := ""
+	if r.Profile != "" {
+		of = " to the profile " + r.Profile
+	}
+	var w Words
+	switch r.Verdict() {
+	case Passed:
+		w = Words{"conforms", who + " conforms" + of + " in all that was tested."}
+	case Failed:
+		w = Words{"does not conform", who + " does not conform" + of + "."}
+	case KnownFailing:
+		w = Words{"does not conform", who + " does not conform" + of + ", as its list of known failures says; nothing else failed."}
+	case Filtered:
+		w = Words{"not a conformance run", "Nothing failed for " + who + "; this was no conformance run, since specs were left out."}
+	default:
+		w = Words{"not shown", "Nothing failed for " + who + "; conformance is not shown, since specs could not run."}
+	}
+	if r.AnyFailed() && r.Verdict() != Failed {
+		w.Sentence += " What failed is no mandatory requirement."
+	}
+	return w
+}
+
 // WriteVerdict writes the last line: what the run showed, and what it did
 // not.
 func (r *Report) WriteVerdict(w io.Writer) {
-	specs := map[Outcome]int{}
-	for _, s := range r.Specs {
-		specs[s.Outcome]++
+	var texts []string
+	for _, c := range outcomes(r.Specs) {
+		texts = append(texts, fmt.Sprintf("%d %s", c.N, c.Outcome))
 	}
-	var counts []string
-	for _, o := range Outcomes() {
-		if specs[o] > 0 {
-			counts = append(counts, fmt.Sprintf("%d %s", specs[o], o))
+	fmt.Fprintf(w, "%d specs: %s\n", len(r.Specs), strings.Join(texts, ", "))
+	for _, p := range r.Profiles {
+		if p.Outcome != Unsupported {
+			fmt.Fprintf(w, "profile %-13s %s\n", p.Name, p.Outcome)
 		}
 	}
-	who := strings.TrimSpace(r.Plugin.Name + " " + r.Plugin.Version)
-	fmt.Fprintf(w, "%d specs: %s\n", len(r.Specs), strings.Join(counts, ", "))
-	switch r.Verdict() {
-	case Passed:
-		fmt.Fprintf(w, "%s conforms in all that was tested.\n", who)
-	case Failed:
-		fmt.Fprintf(w, "%s does not conform.\n", who)
-	case KnownFailing:
-		fmt.Fprintf(w, "%s does not conform, as its list of known failures says; nothing else failed.\n", who)
-	case Filtered:
-		fmt.Fprintf(w, "Nothing failed for %s; this was no conformance run, since specs were left out.\n", who)
-	default:
-		fmt.Fprintf(w, "Nothing failed for %s; conformance is not shown, since specs could not run.\n", who)
-	}
-	if r.AnyFailed() && r.Verdict() != Failed {
-		fmt.Fprintln(w, "What failed is no mandatory requirement.")
-	}
+	fmt.Fprintln(w, r.Words().Sentence)
 }

@@ -92,6 +92,6 @@ namespace it is started in.`,
 		SilenceUsage:  true,
 		Args:          cobra.NoArgs,
 	}
-	root.AddCommand(newRun(), newExecutor(), newList(), newExplain(), newDoctor(), newEmbedded(), newEmbeddedExecutor())
+	root.AddCommand(newRun(), newExecutor(), newList(), newExplain(), newDoctor(), newReport(), newCall(), newEmbedded(), newEmbeddedExecutor())
 	return root
 }

@@ -132,7 +132,7 @@ func addRunFlags(f *pflag.FlagSet, s *settings) {
 	f.StringVar(&s.config.Profile, "profile", "", "test this `profile`, all of which has to be claimed: "+profileText())
 	f.StringVar(&s.features, "features", "", "YAML `file` with a list of what the plugin is meant to claim; it has to claim that and no more")
 	f.StringVar(&s.known, "known-failing", "", "YAML `file`, requirement: reason; these may fail, and have to")
-	f.StringVar(&s.reports, "report", "", "`directory` for sanity-NAME.json and sanity-NAME.xml (JUnit)")
+	f.StringVar(&s.reports, "report", "", "`directory` for sanity-NAME.html, sanity-NAME.json and sanity-NAME.xml (JUnit)")
 	f.StringVar(&s.junit, "csi.junitfile", "", "`file` for JUnit alone")
 	f.Int64Var(&s.config.Seed, "seed", 0, "`number` that data and ids come from; if given, the specs run in an order of its own")
 	f.StringVar(&s.config.WorkDir, "work-dir", "", "`directory` to work in, the same for the plugin; default the system's temporary one")
@@ -221,7 +221,7 @@ func (s *settings) run(cmd *cobra.Command, name string) error {
 	result.WriteTable(out)
 	fmt.Fprintf(out, "\nThe suite's own overhead was %.1f ms for a spec (median); all took %.1f s.\n", 1000*suite.Overhead().Seconds(), time.Since(begun).Seconds())
 	if s.reports != "" {
-		fmt.Fprintf(out, "Report: %s\n", filepath.Join(s.reports, "sanity-"+name+".json"))
+		fmt.Fprintf(out, "Report: %s\n", filepath.Join(s.reports, "sanity-"+name+".html"))
 	}
 	result.WriteVerdict(out)
 	switch {
@@ -311,6 +311,7 @@ func (s *settings) write(r *report.Report, name string) error {
 		}
 		files[filepath.Join(s.reports, "sanity-"+name+".json")] = r.WriteJSON
 		files[filepath.Join(s.reports, "sanity-"+name+".xml")] = r.WriteJUnit
+		files[filepath.Join(s.reports, "sanity-"+name+".html")] = r.WriteHTML
 	}
 	if s.junit != "" {
 		files[s.junit] = r.WriteJUnit
