@@ -3,7 +3,7 @@
 package requirement
 
 // SpecDigest is the SHA-256 of the SPEC.md the constants come from.
-const SpecDigest = "f58b4c74559df06aae4952cf183fc5bb25620595ad310e4211dc2da09bde725e"
+const SpecDigest = "1691a152ef82372a64324f8a0d60eaa4b8afea448e88c7e911f88ce7105e4f2e"
 
 // The requirements, in the order of SPEC.md.
 const (
@@ -275,6 +275,16 @@ const (
 	FUSEOwnConnection ID = "fuse.own-connection"
 	// The Plugin MUST serve a FUSE mount for as long as its preparation lives, whatever becomes of the process behind the CSI socket.
 	FUSEOutlivesRPC ID = "fuse.outlives-rpc"
+	// The Plugin MUST NOT answer `OK` before each FUSE mount of the answer is served and the CO has been told by `serving`.
+	FUSEServed ID = "fuse.served"
+	// The Plugin MUST NOT answer a repeated call with a FUSE mount that nobody serves any more.
+	FUSERevived ID = "fuse.revived"
+	// The Plugin MUST NOT set `resumable` unless a later process of it is able to serve the connection on.
+	FUSEResumableTrue ID = "fuse.resumable-true"
+	// The Plugin MUST NOT have preparations whose secrets differ share one FUSE mount.
+	FUSEIdentity ID = "fuse.identity"
+	// The Plugin MUST answer a repeated call in which the CO holds nothing any more, by `deposit` of the mount that it serves or by a new one.
+	FUSECORestart ID = "fuse.co-restart"
 	// The Plugin MUST NOT return an extension whose type URL `performer.extensions` does not name.
 	ExtensionOffered ID = "extension.offered"
 	// The CO MUST place the handoff socket in a directory that no one but the CO and the Plugin can reach.
@@ -696,6 +706,11 @@ var all = []Requirement{
 	{FUSEDeviceOwn, MustNot, CO, "Kind FUSE", "The CO MUST NOT mount a FUSE device that it did not open itself.", "v1alpha1"},
 	{FUSEOwnConnection, MustNot, CO, "Kind FUSE", "The CO MUST NOT abort a FUSE connection of which it does not hold a descriptor at that moment.", "v1alpha1"},
 	{FUSEOutlivesRPC, Must, SP, "Kind FUSE", "The Plugin MUST serve a FUSE mount for as long as its preparation lives, whatever becomes of the process behind the CSI socket.", "v1alpha1"},
+	{FUSEServed, MustNot, SP, "Kind FUSE", "The Plugin MUST NOT answer `OK` before each FUSE mount of the answer is served and the CO has been told by `serving`.", "v1alpha1"},
+	{FUSERevived, MustNot, SP, "Kind FUSE", "The Plugin MUST NOT answer a repeated call with a FUSE mount that nobody serves any more.", "v1alpha1"},
+	{FUSEResumableTrue, MustNot, SP, "Kind FUSE", "The Plugin MUST NOT set `resumable` unless a later process of it is able to serve the connection on.", "v1alpha1"},
+	{FUSEIdentity, MustNot, SP, "Kind FUSE", "The Plugin MUST NOT have preparations whose secrets differ share one FUSE mount.", "v1alpha1"},
+	{FUSECORestart, Must, SP, "Kind FUSE", "The Plugin MUST answer a repeated call in which the CO holds nothing any more, by `deposit` of the mount that it serves or by a new one.", "v1alpha1"},
 	{ExtensionOffered, MustNot, SP, "Kind EXTENSION", "The Plugin MUST NOT return an extension whose type URL `performer.extensions` does not name.", "v1alpha1"},
 	{HandoffSocketPrivate, Must, CO, "The socket", "The CO MUST place the handoff socket in a directory that no one but the CO and the Plugin can reach.", "v1alpha1"},
 	{HandoffTokenFresh, Must, CO, "The socket", "The CO MUST make a new random token for each `NodePrepareVolume` call with a `handle_socket`.", "v1alpha1"},
