@@ -10,7 +10,7 @@ ARGS     ?=
 GOLANGCI_LINT := github.com/golangci/golangci-lint/v2/cmd/golangci-lint@v2.15.0
 GOFUMPT       := mvdan.cc/gofumpt@v0.12.0
 # What the tests start besides Go: one word a Debian package.
-PACKAGES := util-linux fdisk e2fsprogs xfsprogs btrfs-progs busybox-static runc crun containerd
+PACKAGES := util-linux fdisk e2fsprogs xfsprogs btrfs-progs busybox-static runc crun containerd sshfs bindfs openssh-server
 
 .PHONY: help
 help: ## list the targets

@@ -67,10 +67,16 @@ type Config struct {
 	// MemoryDir is a directory on a tmpfs, the driver's alone. Without it
 	// there are no volumes in memory.
 	MemoryDir string
-	// Program starts a serving process: a file and the arguments that lead
+	// Programs serve volumes that have the parameter program, by its value.
+	Programs map[string]Program
+	// Classic has serving processes mount by themselves, below prepare_path,
+	// for a CO that is able to bind and nothing else. They have the right to
+	// do so then, and mounts there propagate to the CO.
+	Classic bool
+	// Server starts a serving process: a file and the arguments that lead
 	// to ServeInherited. Empty is this program with the command NewCommand
 	// has for it.
-	Program []string
+	Server []string
 	// Log is optional.
 	Log *slog.Logger
 	// Grace for pending calls at the end; server.DefaultGrace if zero.
@@ -93,7 +99,10 @@ func (c Config) Check() error {
 	if !filepath.IsAbs(c.Dir) {
 		err = errors.Join(err, fmt.Errorf("directory %q: required, and absolute; for example /srv/prepare-fuse", c.Dir))
 	}
-	return errors.Join(err, c.checkMemory())
+	if c.Classic && len(c.Programs) > 0 {
+		err = errors.Join(err, errors.New("programs: are given a device by the CO, and a CO for which this driver has to mount gives none; leave out one of the two"))
+	}
+	return errors.Join(err, c.checkMemory(), checkPrograms(c.Programs))
 }
 
 // checkMemory sees that what is to be memory is memory.
@@ -114,7 +123,7 @@ func (c Config) checkMemory() error {
 // Driver is the plugin: the CSI Identity, Controller and Node services, and
 // NodePrepare.
 type Driver struct {
-	*directory.Controller[owner]
+	*directory.Controller[traits]
 	directory.Node
 
 	config       Config
@@ -157,12 +166,16 @@ func (d *Driver) load() (err error) {
 	if d.servers, err = openServers(d.config); err != nil {
 		return err
 	}
-	d.Controller, err = directory.New(directory.Config[owner]{
+	d.Controller, err = directory.New(directory.Config[traits]{
 		Driver: d, Node: d.Node, State: d.state, Flights: &d.flights,
 		Layout: directory.Layout{Data: dataDir, Beside: []string{orphansDir}},
 	})
 	if err != nil {
 		return err
+	}
+	kind := prepare.MountKind_MOUNT_KIND_FUSE
+	if d.config.Classic {
+		kind = prepare.MountKind_MOUNT_KIND_BIND
 	}
 	d.preparations, err = server.NewNodePrepare(server.Config{
 		Driver:      d,
@@ -170,7 +183,8 @@ func (d *Driver) load() (err error) {
 		Flights:     &d.flights,
 		Release:     d.release,
 		BootID:      d.config.BootID,
-		Kinds:       []prepare.MountKind{prepare.MountKind_MOUNT_KIND_FUSE},
+		Kinds:       []prepare.MountKind{kind},
+		Propagates:  d.config.Classic,
 		MultiWriter: true,
 	})
 	d.Guard(d.preparations)

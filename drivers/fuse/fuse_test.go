@@ -125,7 +125,10 @@ func TestTheDeathOfTheServingProcessIsADelay(t *testing.T) {
 	s.up(key)
 	stop := s.failover()
 	c := s.consume("p")
-	const kills = 20
+	kills := 100
+	if testing.Short() {
+		kills = 10
+	}
 	for range kills {
 		time.Sleep(60 * time.Millisecond)
 		pids := s.servers()

@@ -11,6 +11,7 @@ import (
 	"time"
 
 	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/status"
 
 	"github.com/csi-prepare/csi-prepare/reference/handoff"
 )
@@ -23,9 +24,12 @@ const (
 	start act = "start"
 	// resume asks the CO for the device of a mount that a dead process served.
 	resume act = "resume"
+	// join asks the CO for the mount this process serves already, for another
+	// preparation that is to share it.
+	join act = "join"
 	// deposit gives the CO the device that is being served.
 	deposit act = "deposit"
-	// report asks which handle is being served.
+	// report asks which connection is being served.
 	report act = "report"
 	// end asks whether the mount is gone; the process ends if it is.
 	end act = "end"
@@ -44,18 +48,34 @@ type order struct {
 	Prepare string `json:"prepare,omitempty"`
 	Handle  string `json:"handle,omitempty"`
 
-	// What to serve.
-	Data    string `json:"data,omitempty"`
-	Orphans string `json:"orphans,omitempty"`
-	UID     uint32 `json:"uid,omitempty"`
-	GID     uint32 `json:"gid,omitempty"`
+	// What to serve: a directory, or whatever a program makes of a source.
+	Data    string            `json:"data,omitempty"`
+	Orphans string            `json:"orphans,omitempty"`
+	Program Program           `json:"program,omitempty"`
+	Source  string            `json:"source,omitempty"`
+	Secrets map[string][]byte `json:"secrets,omitempty"`
+	UID     uint32            `json:"uid,omitempty"`
+	GID     uint32            `json:"gid,omitempty"`
+	// Share lets other preparations of the volume have the mount too.
+	Share bool `json:"share,omitempty"`
+	// Target is where the process mounts by itself, instead of the CO.
+	Target string `json:"target,omitempty"`
 
 	// Deadline of the act.
 	Deadline time.Time `json:"deadline"`
 }
 
+// server names the server that an order is for.
+func (o *order) server() string {
+	if o.Share {
+		return sharedName(o.Volume)
+	}
+	return nameOf(o.Volume, o.Prepare)
+}
+
 // answer is what comes of an order.
 type answer struct {
+	// Handle is the id for the CO, or in answer to report the connection.
 	Handle string `json:"handle,omitempty"`
 	// Gone says that the mount is gone and the process is ending.
 	Gone bool `json:"gone,omitempty"`
@@ -84,7 +104,7 @@ func failure(err error) answer {
 	return answer{Error: err.Error()}
 }
 
-// maxPacket is more than an order or an answer has.
+// maxPacket is the most bytes an order or an answer has.
 const maxPacket = 64 << 10
 
 // errGone says that no process serves.
@@ -108,6 +128,9 @@ func tell(ctx context.Context, path string, o order) (answer, error) {
 	text, err := json.Marshal(o)
 	if err != nil {
 		return answer{}, err
+	}
+	if len(text) > maxPacket {
+		return answer{}, status.Errorf(codes.InvalidArgument, "secrets: are too large for a serving process; all that is to be said to it has at most %d bytes", maxPacket)
 	}
 	buf := make([]byte, maxPacket)
 	n := 0

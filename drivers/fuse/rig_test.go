@@ -34,17 +34,20 @@ import (
 // The test binary is also the driver, its serving processes, and a consumer.
 const roleVariable = "FUSE_TEST_ROLE"
 
-// plugin is the user the driver runs as.
+// plugin is the user the driver runs as, if nothing else is said.
 const plugin = 12345
 
 func TestMain(m *testing.M) {
 	var err error
 	role, argument, _ := strings.Cut(os.Getenv(roleVariable), " ")
+	if len(os.Args) > 1 && os.Args[1] == "serve" {
+		role = "serve"
+	}
 	switch role {
 	case "driver":
 		err = runDriver(argument)
 	case "serve":
-		err = ServeInherited(slog.New(slog.NewTextHandler(os.Stderr, nil)))
+		err = ServeInherited(slog.New(slog.NewTextHandler(os.Stderr, nil)), os.Args[2:]...)
 	case "consume":
 		err = consume(argument)
 	case "wait":
@@ -63,11 +66,10 @@ func runDriver(argument string) error {
 	if err := json.Unmarshal([]byte(argument), &c); err != nil {
 		return err
 	}
-	// What it starts is the serving process.
-	if err := os.Setenv(roleVariable, "serve"); err != nil {
+	if err := os.Setenv(roleVariable, "serve"); err != nil { // to be found by
 		return err
 	}
-	c.Program = []string{"/proc/self/exe"}
+	c.Server = []string{"/proc/self/exe", "serve"}
 	c.Log = slog.New(slog.NewTextHandler(os.Stderr, nil))
 	ctx, stop := signal.NotifyContext(context.Background(), syscall.SIGTERM)
 	defer stop()
@@ -94,9 +96,13 @@ func (w *writings) String() string {
 
 // site is a node: a CO in this process, and a driver that is an ordinary user.
 type site struct {
-	t      *testing.T
-	base   string
-	config Config
+	t       *testing.T
+	base    string
+	config  Config
+	uid     int               // of the driver
+	secrets map[string]string // of each call
+	// patience with a call; 30 seconds if zero
+	patience time.Duration
 
 	driver     *exec.Cmd
 	stderr     *writings
@@ -106,10 +112,17 @@ type site struct {
 
 	listener *handoff.Listener
 	consumer *mountns.Namespace
+	home     *mountns.Namespace // of the driver; the CO's if nil
 	gone     chan handoff.Notice
 }
 
 func newSite(t *testing.T, change func(*handoff.Config)) *site {
+	t.Helper()
+	return newSiteOf(t, plugin, nil, change)
+}
+
+// newSiteOf is a site with a driver of another user or configuration.
+func newSiteOf(t *testing.T, uid int, configure func(*Config), change func(*handoff.Config)) *site {
 	t.Helper()
 	if os.Geteuid() != 0 {
 		t.Skip("a CO needs root to make FUSE mounts")
@@ -118,22 +131,25 @@ func newSite(t *testing.T, change func(*handoff.Config)) *site {
 		t.Skipf("this machine has no FUSE: %v", err)
 	}
 	s := &site{
-		t: t, base: t.TempDir(), stderr: new(writings), gone: make(chan handoff.Notice, 1000),
+		t: t, base: t.TempDir(), uid: uid, stderr: new(writings), gone: make(chan handoff.Notice, 1000),
 	}
 	s.must(os.Chmod(filepath.Dir(s.base), 0o711))
 	for _, d := range []string{"run", "state", "volumes", "prepare"} {
 		s.must(os.Mkdir(filepath.Join(s.base, d), 0o700))
-		s.must(os.Chown(filepath.Join(s.base, d), plugin, plugin))
+		s.must(os.Chown(filepath.Join(s.base, d), uid, uid))
 	}
 	s.must(os.Mkdir(filepath.Join(s.base, "consumer"), 0o755))
 	memory, err := os.MkdirTemp("/dev/shm", "prepare-fuse-test")
 	s.must(err)
-	s.must(os.Chown(memory, plugin, plugin))
+	s.must(os.Chown(memory, uid, uid))
 	t.Cleanup(func() { s.must(os.RemoveAll(memory)) })
 	s.config = Config{
 		Endpoint: "unix://" + filepath.Join(s.base, "run", "csi.sock"),
 		StateDir: filepath.Join(s.base, "state"), NodeID: "node1",
 		Dir: filepath.Join(s.base, "volumes"), MemoryDir: memory,
+	}
+	if configure != nil {
+		configure(&s.config)
 	}
 	s.consumer, err = mountns.New(t.Context())
 	s.must(err)
@@ -162,7 +178,7 @@ func (s *site) must(err error) {
 func (s *site) listen(change func(*handoff.Config)) {
 	s.t.Helper()
 	c := handoff.Config{
-		Directory: filepath.Join(s.base, "handoff"), UID: plugin, GID: plugin,
+		Directory: filepath.Join(s.base, "handoff"), UID: s.uid, GID: s.uid,
 		Mount: fusemount.Policy{}.Mount, Abort: fusemount.Abort, Adopt: s.adopt,
 		Gone: func(n handoff.Notice) { s.gone <- n },
 		Log:  slog.New(slog.NewTextHandler(s.stderr, nil)),
@@ -200,8 +216,12 @@ func (s *site) start() {
 	s.driver = exec.Command("/proc/self/exe")
 	s.driver.Env = append(os.Environ(), roleVariable+"=driver "+string(text))
 	s.driver.Stderr = s.stderr
-	s.driver.SysProcAttr = &syscall.SysProcAttr{Credential: &syscall.Credential{Uid: plugin, Gid: plugin}, Pdeathsig: syscall.SIGKILL}
-	s.must(s.driver.Start())
+	s.driver.SysProcAttr = &syscall.SysProcAttr{Credential: &syscall.Credential{Uid: uint32(s.uid), Gid: uint32(s.uid)}, Pdeathsig: syscall.SIGKILL}
+	if s.home != nil {
+		s.must(s.home.Do(s.t.Context(), s.driver.Start))
+	} else {
+		s.must(s.driver.Start())
+	}
 	s.conn, err = grpc.NewClient(s.config.Endpoint, grpc.WithTransportCredentials(insecure.NewCredentials()))
 	s.must(err)
 	s.controller, s.prepare = csi.NewControllerClient(s.conn), prepare.NewNodePrepareClient(s.conn)
@@ -224,11 +244,20 @@ func (s *site) point(prepareID string) string { return filepath.Join(s.base, "co
 
 func (s *site) create(name string, parameters map[string]string) string {
 	s.t.Helper()
-	resp, err := s.controller.CreateVolume(s.t.Context(), &csi.CreateVolumeRequest{
-		Name: name, VolumeCapabilities: []*csi.VolumeCapability{capability()}, Parameters: parameters,
-	})
+	resp, err := s.createVolume(name, parameters)
 	s.must(err)
 	return resp.GetVolume().GetVolumeId()
+}
+
+func (s *site) createVolume(name string, parameters map[string]string) (*csi.CreateVolumeResponse, error) {
+	return s.controller.CreateVolume(s.t.Context(), &csi.CreateVolumeRequest{
+		Name: name, VolumeCapabilities: []*csi.VolumeCapability{capability()}, Parameters: parameters,
+	})
+}
+
+func (s *site) tryCreate(name string, parameters map[string]string) error {
+	_, err := s.createVolume(name, parameters)
+	return err
 }
 
 func capability() *csi.VolumeCapability {
@@ -242,11 +271,15 @@ func capability() *csi.VolumeCapability {
 func (s *site) call(key handoff.Key) (handoff.Handle, error) {
 	path := filepath.Join(s.base, "prepare", key.PrepareID)
 	if err := os.Mkdir(path, 0o700); err == nil {
-		if err := os.Chown(path, plugin, plugin); err != nil {
+		if err := os.Chown(path, s.uid, s.uid); err != nil {
 			return handoff.Handle{}, err
 		}
 	}
-	ctx, cancel := context.WithTimeout(context.Background(), 30*time.Second)
+	patience := s.patience
+	if patience == 0 {
+		patience = 30 * time.Second
+	}
+	ctx, cancel := context.WithTimeout(context.Background(), patience)
 	defer cancel()
 	c, err := s.listener.Begin(ctx, key)
 	if err != nil {
@@ -254,6 +287,7 @@ func (s *site) call(key handoff.Key) (handoff.Handle, error) {
 	}
 	resp, err := s.prepare.NodePrepareVolume(ctx, &prepare.NodePrepareVolumeRequest{
 		VolumeId: key.VolumeID, PrepareId: key.PrepareID, PreparePath: path, VolumeCapability: capability(),
+		Secrets:      s.secrets,
 		Performer:    &prepare.Performer{Kernel: prepare.Performer_NODE, Kinds: []prepare.MountKind{prepare.MountKind_MOUNT_KIND_FUSE}},
 		HandleSocket: s.listener.Path(), HandoffToken: c.Token(), HeldHandles: c.Held(),
 	})

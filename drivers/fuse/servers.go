@@ -39,11 +39,20 @@ type servers struct {
 	log     *slog.Logger
 
 	mu       sync.Mutex
-	spare    *spawned // started beforehand, since that takes the longest
+	spare    []*spawned // started beforehand, since that takes the longest
 	starting bool
 	closed   bool
+	closing  chan struct{}
 	tasks    sync.WaitGroup
 }
+
+const (
+	// spares is how many processes wait for an order.
+	spares = 2
+	// pause is how long a call that has taken one has for itself, before its
+	// successor takes processor time for its start.
+	pause = 100 * time.Millisecond
+)
 
 func openServers(c Config) (*servers, error) {
 	path := filepath.Join(c.StateDir, serversDir)
@@ -54,7 +63,7 @@ func openServers(c Config) (*servers, error) {
 	if err != nil {
 		return nil, fmt.Errorf("directory of serving processes: %w", err)
 	}
-	s := &servers{dir: dir, program: c.Program, log: c.Log}
+	s := &servers{dir: dir, program: c.Server, log: c.Log, closing: make(chan struct{})}
 	if len(s.program) == 0 {
 		s.program = []string{"/proc/self/exe", commandName, serveName}
 	}
@@ -69,11 +78,14 @@ func openServers(c Config) (*servers, error) {
 			}
 		}
 	}
-	s.replenish()
+	s.replenish(0)
 	return s, nil
 }
 
 func nameOf(volumeID, prepareID string) string { return digest(volumeID) + "." + digest(prepareID) }
+
+// sharedName is that of the server which preparations of a volume share.
+func sharedName(volumeID string) string { return digest(volumeID) + ".shared" }
 
 // path names a file of a serving process in a way that fits a socket address,
 // however long the path of the state directory is.
@@ -87,33 +99,41 @@ func (s *servers) path(name string) string {
 //	held by the CO   a process serves   what it takes
 //	yes              yes                nothing
 //	no               yes                it deposits: the CO has restarted
+//	no               yes, shared        it asks for its mount, for the CO to
+//	                                    count, or deposits
 //	yes              no                 a successor resumes: the process died
 //	no               no                 a new process starts
 func (s *servers) serve(ctx context.Context, o order, held []string) (string, error) {
-	socket := s.path(nameOf(o.Volume, o.Prepare) + ".sock")
-	o.Act = deposit
-	if len(held) > 0 {
-		o.Handle = held[0]
-		o.Act = report
+	socket := s.path(o.server() + ".sock")
+	switch {
+	case len(held) > 0:
+		o.Act, o.Handle = report, held[0]
+	case o.Share:
+		o.Act = join
+	default:
+		o.Act = deposit
 	}
 	a, err := tell(ctx, socket, o)
-	switch {
+	of := func(handle string) bool { return connectionOf(handle) == a.Handle }
+	switch i := slices.IndexFunc(held, of); {
 	case errors.Is(err, errGone):
 	case err != nil:
 		return "", err
-	case o.Act == report && slices.Contains(held, a.Handle):
+	case o.Act == report && i >= 0:
+		return held[i], nil
+	case o.Act != report && a.err() == nil && !a.Gone:
 		return a.Handle, nil
-	case o.Act == deposit && a.err() == nil && !a.Gone:
-		return a.Handle, nil
+	case o.Act == join && !a.Gone:
+		return "", a.err() // others use it
 	default:
 		// What it serves is nothing the CO knows of, or takes: it ends when
 		// the CO has let go of that.
-		if err := s.end(ctx, o.Volume, o.Prepare); err != nil {
+		if err := s.end(ctx, o.server()); err != nil {
 			return "", err
 		}
 	}
 
-	if len(held) > 0 {
+	if len(held) > 0 && len(o.Program) == 0 {
 		o.Act = resume
 		a, err := s.start(ctx, o)
 		var refused *handoff.Refusal
@@ -122,15 +142,18 @@ func (s *servers) serve(ctx context.Context, o order, held []string) (string, er
 		}
 		s.log.Warn("a mount cannot be resumed and is replaced", "volume", o.Volume, "prepare", o.Prepare, "error", err)
 	}
-	o.Act, o.Handle = start, "fuse-"+strings.ToLower(rand.Text()[:16])
+	o.Act, o.Handle = start, newConnection()
 	a, err = s.start(ctx, o)
 	return a.Handle, err
 }
 
+// newConnection names a connection, which is the id of its first handle too.
+func newConnection() string { return "fuse-" + strings.ToLower(rand.Text()[:16]) }
+
 // start gives a process its first order.
 func (s *servers) start(ctx context.Context, o order) (answer, error) {
-	name := nameOf(o.Volume, o.Prepare)
-	defer s.replenish() // not before: it would delay this one
+	name := o.server()
+	defer s.replenish(pause)
 	for {
 		p, fresh, err := s.take()
 		if err != nil {
@@ -178,10 +201,10 @@ func (p *spawned) discard() {
 	_ = p.s.removeFiles(p.name)
 }
 
-var suffixes = []string{".sock", ".log"}
+var suffixes = []string{".sock", ".log"} // of a process, spare or not
 
 func (s *servers) removeFiles(name string) error {
-	for _, suffix := range suffixes {
+	for _, suffix := range append(suffixes, targetSuffix) {
 		if err := unix.Unlink(s.path(name + suffix)); err != nil && err != unix.ENOENT {
 			return fmt.Errorf("remove %s of a serving process: %w", suffix, err)
 		}
@@ -193,7 +216,9 @@ func (s *servers) removeFiles(name string) error {
 // fresh one.
 func (s *servers) take() (p *spawned, fresh bool, err error) {
 	s.mu.Lock()
-	p, s.spare = s.spare, nil
+	if len(s.spare) > 0 {
+		p, s.spare = s.spare[0], s.spare[1:]
+	}
 	s.mu.Unlock()
 	if p != nil {
 		return p, false, nil
@@ -202,40 +227,57 @@ func (s *servers) take() (p *spawned, fresh bool, err error) {
 	return p, true, err
 }
 
-// replenish starts the next spare process in the background.
-func (s *servers) replenish() {
+// replenish starts spare processes in the background, after a while.
+func (s *servers) replenish(after time.Duration) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	if s.starting || s.closed || s.spare != nil {
+	if s.starting || s.closed {
 		return
 	}
 	s.starting = true
 	s.tasks.Go(func() {
-		p, err := s.spawn()
-		if err != nil {
-			s.log.Warn("no spare serving process", "error", err)
+		select {
+		case <-time.After(after):
+		case <-s.closing:
 		}
-		s.mu.Lock()
-		defer s.mu.Unlock()
-		s.starting = false
-		switch {
-		case err != nil:
-		case s.closed || s.spare != nil:
-			p.discard()
-		default:
-			s.spare = p
+		for s.wanting() {
+			p, err := s.spawn()
+			s.mu.Lock()
+			switch {
+			case err != nil:
+				s.log.Warn("no spare serving process", "error", err)
+				s.starting = false
+			case s.closed:
+				p.discard()
+			default:
+				s.spare = append(s.spare, p)
+			}
+			s.mu.Unlock()
+			if err != nil {
+				return
+			}
 		}
 	})
 }
 
-// close ends the spare process. Those that serve go on.
+// wanting tells whether another spare process is to be started; if none is,
+// nobody starts them any more.
+func (s *servers) wanting() bool {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.starting = !s.closed && len(s.spare) < spares
+	return s.starting
+}
+
+// close ends the spare processes. Those that serve go on.
 func (s *servers) close() error {
 	s.mu.Lock()
 	s.closed = true
-	if s.spare != nil {
-		s.spare.discard()
-		s.spare = nil
+	close(s.closing)
+	for _, p := range s.spare {
+		p.discard()
 	}
+	s.spare = nil
 	s.mu.Unlock()
 	s.tasks.Wait()
 	return s.dir.Close()
@@ -292,6 +334,12 @@ func (s *servers) spawn() (_ *spawned, err error) {
 	return &spawned{cmd: cmd, name: name, tie: tie, s: s}, nil
 }
 
+// has tells whether there is a server of that name, or what is left of one.
+func (s *servers) has(name string) bool {
+	var st unix.Stat_t
+	return unix.Lstat(s.path(name+".sock"), &st) == nil
+}
+
 // lastWords is the end of a process's log.
 func (s *servers) lastWords(name string) string {
 	text, err := os.ReadFile(s.path(name + ".log"))
@@ -301,10 +349,12 @@ func (s *servers) lastWords(name string) string {
 	return strings.TrimSpace(string(text[max(0, len(text)-500):]))
 }
 
-// end returns once no process serves the preparation: it ends with its mount.
+// end returns once no process serves under the name: it ends with its mount.
 // One whose mount lives is FAILED_PRECONDITION.
-func (s *servers) end(ctx context.Context, volumeID, prepareID string) error {
-	name := nameOf(volumeID, prepareID)
+func (s *servers) end(ctx context.Context, name string) error {
+	if err := s.unmount(name); err != nil {
+		return err
+	}
 	patience := time.Now().Add(settle)
 	for {
 		_, err := tell(ctx, s.path(name+".sock"), order{Act: end})

@@ -2,12 +2,14 @@ package fuse
 
 import (
 	"context"
+	"crypto/rand"
 	"encoding/json"
 	"errors"
 	"fmt"
 	"log/slog"
 	"net"
 	"os"
+	"strings"
 	"sync/atomic"
 	"time"
 
@@ -19,6 +21,9 @@ import (
 	"github.com/csi-prepare/csi-prepare/reference/handoff"
 	"github.com/csi-prepare/csi-prepare/reference/mountspec"
 )
+
+// subtype is shown as the type fuse.csi-prepare.
+const subtype = "csi-prepare"
 
 // patience is how long a serving process waits for an order to come over a
 // connection, and for an order without a deadline to be done.
@@ -36,24 +41,41 @@ func serverOptions(log *slog.Logger) gofuse.MountOptions {
 	}
 }
 
-// process serves one preparation.
+// process serves one connection.
 type process struct {
-	log      *slog.Logger
-	handle   string
+	log *slog.Logger
+	// name is the connection's: the ids of its handles begin with it.
+	name     string
+	begun    bool
+	request  handoff.FUSERequest
 	session  handoff.Session
-	device   *os.File
+	device   *os.File // nil if this process mounted by itself
 	conn     *handoff.Conn
 	fs       *loopback.FS
-	finished chan struct{} // closed when the mount is gone
+	kill     func()        // ends the program, if there is one
+	finished chan struct{} // closed when the mount is gone, or the program
 }
 
 // ServeInherited is a serving process: it takes orders at the listening socket
 // that is its descriptor 3, and returns when the mount it serves is gone. If
 // it has had no order when the other end of descriptor 4, a pipe, is closed,
 // it ends the program.
-func ServeInherited(log *slog.Logger) error {
+//
+// Arguments are of this package's own making: they have it become a Program,
+// or be the fusermount of one.
+func ServeInherited(log *slog.Logger, arguments ...string) error {
+	switch {
+	case len(arguments) == 0:
+	case arguments[0] == askFusermount:
+		return fusermount()
+	case arguments[0] == becomeProgram:
+		return execPrivate(arguments[1:])
+	default:
+		return fmt.Errorf("argument %q: there are none but this program's own", arguments[0])
+	}
 	unix.Umask(0) // modes are the consumer's kernel's to choose
 	raiseFileLimit(log)
+	warm(log)
 	file := os.NewFile(3, "orders")
 	if file == nil {
 		return errors.New("descriptor 3 has to be a listening socket: this command is for prepare-driver itself")
@@ -89,7 +111,7 @@ func ServeInherited(log *slog.Logger) error {
 			}
 		}
 		ordered.Store(true)
-		first := p.fs == nil
+		first := !p.begun
 		err = p.take(conn)
 		_ = conn.Close()
 		switch {
@@ -155,25 +177,26 @@ func (p *process) take(conn *net.UnixConn) error {
 func (p *process) do(ctx context.Context, o order) (answer, error) {
 	switch {
 	case o.Act == start || o.Act == resume:
-		if p.fs != nil {
+		if p.begun {
 			return answer{}, errors.New("this process serves already")
 		}
-		if err := p.begin(ctx, o); err != nil {
-			return answer{}, err
-		}
-	case p.fs == nil:
+		err := p.begin(ctx, o)
+		p.begun = err == nil
+		return answer{Handle: o.Handle}, err
+	case !p.begun:
 		return answer{}, errors.New("this process serves nothing yet")
-	case o.Act == deposit:
-		if p.gone() {
-			return answer{Gone: true}, nil
+	case p.gone():
+		if o.Act == end && p.kill != nil {
+			// It has nothing to serve any more, and had the time to see that.
+			time.AfterFunc(settle/2, p.kill)
 		}
-		if err := p.deposit(ctx, o); err != nil {
-			return answer{}, err
-		}
-	case o.Act == end && p.gone():
 		return answer{Gone: true}, nil
+	case o.Act == join:
+		return p.join(ctx, o)
+	case o.Act == deposit:
+		return p.deposit(ctx, o)
 	}
-	return answer{Handle: p.handle}, nil
+	return answer{Handle: p.name}, nil
 }
 
 // state is what a successor needs besides INIT.
@@ -188,8 +211,12 @@ func (p *process) begin(ctx context.Context, o order) (err error) {
 			p.close()
 		}
 	}()
-	p.handle = o.Handle
-	p.conn, err = handoff.Dial(ctx, o.Socket, handoff.Key{VolumeID: o.Volume, PrepareID: o.Prepare}, o.Token)
+	p.name = connectionOf(o.Handle)
+	p.request = request(o)
+	if o.Target != "" {
+		return p.mount(o)
+	}
+	p.conn, err = dial(ctx, o)
 	if err != nil {
 		return err
 	}
@@ -201,18 +228,54 @@ func (p *process) begin(ctx context.Context, o order) (err error) {
 			s.Generation++
 		}
 	} else {
-		p.device, err = p.conn.RequestFUSE(ctx, o.Handle, handoff.FUSERequest{
-			Subtype:    "csi-prepare",
-			RootMode:   unix.S_IFDIR | 0o777,
-			UserID:     o.UID,
-			GroupID:    o.GID,
-			Resumable:  true,
-			Parameters: []mountspec.Parameter{{Key: "default_permissions"}, {Key: "allow_other"}},
-		})
+		p.device, err = p.conn.RequestFUSE(ctx, o.Handle, p.request)
+		if err == nil && p.device == nil {
+			err = errors.New("the CO has the mount of this key, and its server is another's")
+		}
 	}
 	if err != nil {
 		return err
 	}
+	if len(o.Program) > 0 {
+		err = p.program(ctx, o)
+	} else {
+		err = p.attach(ctx, o, s)
+	}
+	if err != nil {
+		return err
+	}
+	if err := p.conn.Serving(ctx, o.Handle, p.session); err != nil {
+		if p.kill != nil {
+			p.kill()
+		}
+		return err
+	}
+	p.watch(p.conn)
+	return nil
+}
+
+func dial(ctx context.Context, o order) (*handoff.Conn, error) {
+	return handoff.Dial(ctx, o.Socket, handoff.Key{VolumeID: o.Volume, PrepareID: o.Prepare}, o.Token)
+}
+
+// request is what is asked of the CO, and asked again to share it.
+func request(o order) handoff.FUSERequest {
+	r := handoff.FUSERequest{
+		Subtype:    subtype,
+		RootMode:   unix.S_IFDIR | 0o777,
+		UserID:     o.UID,
+		GroupID:    o.GID,
+		Resumable:  len(o.Program) == 0,
+		Parameters: []mountspec.Parameter{{Key: "default_permissions"}, {Key: "allow_other"}},
+	}
+	if o.Share {
+		r.ShareKey = "volume"
+	}
+	return r
+}
+
+// attach serves the directory on the device.
+func (p *process) attach(ctx context.Context, o order, s state) (err error) {
 	if p.session.State, err = json.Marshal(s); err != nil {
 		return err
 	}
@@ -235,27 +298,53 @@ func (p *process) begin(ctx context.Context, o order) (err error) {
 		}
 		close(p.finished)
 	}()
-	if err := p.conn.Serving(ctx, o.Handle, p.session); err != nil {
-		return err
-	}
-	p.watch(p.conn)
 	return nil
 }
 
-// deposit gives a CO that has restarted the device.
-func (p *process) deposit(ctx context.Context, o order) error {
-	conn, err := handoff.Dial(ctx, o.Socket, handoff.Key{VolumeID: o.Volume, PrepareID: o.Prepare}, o.Token)
+// join gets the preparation of the order a share of the mount that is served.
+func (p *process) join(ctx context.Context, o order) (answer, error) {
+	conn, err := dial(ctx, o)
 	if err != nil {
-		return err
+		return answer{}, err
 	}
-	if err := conn.Deposit(ctx, p.handle, p.device, p.session); err != nil {
+	defer func() { _ = conn.Close() }() // the connection of the server is another
+	o.Handle = handleOf(p.name, join)
+	device, err := conn.RequestFUSE(ctx, o.Handle, p.request)
+	if err != nil || device == nil {
+		return answer{Handle: o.Handle}, err
+	}
+	// The CO has restarted and made a mount that nobody is to serve: it goes
+	// with this connection.
+	_ = device.Close()
+	return p.deposit(ctx, o)
+}
+
+// deposit gives a CO that has restarted the device.
+func (p *process) deposit(ctx context.Context, o order) (answer, error) {
+	conn, err := dial(ctx, o)
+	if err != nil {
+		return answer{}, err
+	}
+	handle := handleOf(p.name, deposit)
+	if err := conn.Deposit(ctx, handle, p.device, p.session); err != nil {
 		_ = conn.Close()
-		return err
+		return answer{}, err
 	}
 	_ = p.conn.Close()
 	p.conn = conn
 	p.watch(conn)
-	return nil
+	return answer{Handle: handle}, nil
+}
+
+// handleOf makes an id for a handle of a connection: one that a CO cannot have
+// by another way already.
+func handleOf(connection string, a act) string {
+	return connection + "." + string(a) + "-" + strings.ToLower(rand.Text()[:8])
+}
+
+func connectionOf(handle string) string {
+	name, _, _ := strings.Cut(handle, ".")
+	return name
 }
 
 // watch notes the end of the CO. There is nothing to do before its next call:
@@ -268,25 +357,43 @@ func (p *process) watch(conn *handoff.Conn) {
 	}()
 }
 
-// gone says whether the mount is gone: the device tells by an error.
+// gone says whether the mount is gone.
 func (p *process) gone() bool {
 	select {
 	case <-p.finished:
 		return true
 	default:
 	}
-	raw, err := p.device.SyscallConn()
-	if err != nil {
+	if p.device == nil {
 		return false
 	}
-	gone := false
-	_ = raw.Control(func(fd uintptr) {
-		fds := []unix.PollFd{{Fd: int32(fd), Events: unix.POLLIN}}
-		if n, err := unix.Poll(fds, 0); err == nil && n > 0 {
-			gone = fds[0].Revents&unix.POLLERR != 0
+	_, gone, _ := p.poll()
+	return gone
+}
+
+// poll says whether the device has a request that nobody has read, and whether
+// its mount is gone: it tells by an error.
+func (p *process) poll() (pending, gone bool, err error) {
+	raw, err := p.device.SyscallConn()
+	if err != nil {
+		return false, false, err
+	}
+	fds := []unix.PollFd{{Events: unix.POLLIN}}
+	cerr := raw.Control(func(fd uintptr) {
+		fds[0].Fd = int32(fd)
+		if err = ignoringEINTR(func() error { _, err := unix.Poll(fds, 0); return err }); err != nil {
+			fds[0].Revents = 0
 		}
 	})
-	return gone
+	return fds[0].Revents&unix.POLLIN != 0, fds[0].Revents&unix.POLLERR != 0, errors.Join(cerr, err)
+}
+
+func ignoringEINTR(call func() error) error {
+	for {
+		if err := call(); !errors.Is(err, unix.EINTR) {
+			return err
+		}
+	}
 }
 
 func (p *process) close() {

@@ -3,8 +3,10 @@ package fuse
 import (
 	"errors"
 	"fmt"
+	"maps"
 	"os"
 	"path/filepath"
+	"slices"
 	"strconv"
 	"strings"
 
@@ -17,19 +19,27 @@ import (
 	"github.com/csi-prepare/csi-prepare/drivers/server"
 )
 
-// The home of a volume is its medium: where its files are.
+// The home of a volume is its medium: where its files are. Those that a program
+// serves are elsewhere, and the directory of such a volume stays empty.
 const (
-	disk   = "disk"
-	memory = "memory"
+	disk    = "disk"
+	memory  = "memory"
+	program = "program"
 )
 
-// owner is who consumers see the files of a volume to belong to.
-type owner struct {
+// traits are what the parameters of a volume say.
+type traits struct {
+	// UID and GID are who consumers see its files to belong to.
 	UID uint32 `json:"uid"`
 	GID uint32 `json:"gid"`
+	// Share lets its preparations have one mount and one server.
+	Share bool `json:"share,omitempty"`
+	// Program serves it, of Source.
+	Program string `json:"program,omitempty"`
+	Source  string `json:"source,omitempty"`
 }
 
-type volume = directory.Volume[owner]
+type volume = directory.Volume[traits]
 
 // The directory of a volume holds what consumers see and, for each
 // preparation, what they have removed and may yet have open.
@@ -46,7 +56,7 @@ func (d *Driver) home(medium string) (string, error) {
 
 func (d *Driver) place(medium string) (string, error) {
 	switch {
-	case medium == disk:
+	case medium == disk, medium == program:
 		return d.config.Dir, nil
 	case d.config.MemoryDir == "":
 		return "", errors.New("the volume is in memory, and this driver was given no directory for that; start it with --memory-dir")
@@ -78,12 +88,15 @@ func (d *Driver) open(medium string) (*os.File, error) {
 
 // The parameters of CreateVolume.
 const (
-	parameterMedium = "medium"
-	parameterOwner  = "owner"
+	parameterMedium  = "medium"
+	parameterOwner   = "owner"
+	parameterShare   = "share"
+	parameterProgram = "program"
+	parameterSource  = "source"
 )
 
 // parse reads the parameters of a volume.
-func (d *Driver) parse(parameters map[string]string) (home string, o owner, err error) {
+func (d *Driver) parse(parameters map[string]string) (home string, o traits, err error) {
 	home = disk
 	for key, value := range parameters {
 		field := fmt.Sprintf("parameters[%q]", key)
@@ -105,12 +118,53 @@ func (d *Driver) parse(parameters map[string]string) (home string, o owner, err 
 			if !ok || uerr != nil || gerr != nil || u == 1<<32-1 || g == 1<<32-1 {
 				return home, o, server.Invalid(field, "is not UID:GID, two decimal numbers", "use for example 1000:1000")
 			}
-			o = owner{UID: uint32(u), GID: uint32(g)}
+			o.UID, o.GID = uint32(u), uint32(g)
+		case parameterShare:
+			if o.Share = value == "true"; !o.Share && value != "false" {
+				return home, o, server.Invalid(field, "is neither true nor false", "use one of them")
+			}
+		case parameterProgram:
+			if d.config.Programs[value] == nil {
+				return home, o, server.Invalid(field, "is no program of this plugin's", "use one the plugin was started with: "+programNames(d.config.Programs))
+			}
+			o.Program = value
+		case parameterSource:
+			o.Source = value
 		default:
-			return home, o, server.Invalid(field, "is unknown", fmt.Sprintf("leave it out; this plugin knows %q and %q", parameterMedium, parameterOwner))
+			return home, o, server.Invalid(field, "is unknown", "leave it out; this plugin knows medium, owner, share, program and source")
 		}
 	}
-	return home, o, nil
+	return d.parseProgram(parameters, home, o)
+}
+
+// parseProgram sees that the parameters of a volume go with its program.
+func (d *Driver) parseProgram(parameters map[string]string, home string, o traits) (string, traits, error) {
+	field := func(key string) string { return fmt.Sprintf("parameters[%q]", key) }
+	p, given := d.config.Programs[o.Program]
+	_, source := parameters[parameterSource]
+	_, medium := parameters[parameterMedium]
+	switch {
+	case !given && source:
+		return home, o, server.Invalid(field(parameterSource), "is of a volume that a program serves", "leave it out, or set program")
+	case !given:
+		return home, o, nil
+	case medium || o.Share:
+		return home, o, server.Invalid(field(parameterProgram), "goes with neither medium nor share", "leave them out: the program's files are elsewhere, and each preparation has one of its own")
+	case p.hasSource():
+		if rule, remedy := checkSource(o.Source); rule != "" {
+			return home, o, server.Invalid(field(parameterSource), rule, remedy)
+		}
+	case source:
+		return home, o, server.Invalid(field(parameterSource), "is not used by this program", "leave it out")
+	}
+	return program, o, nil
+}
+
+func programNames(programs map[string]Program) string {
+	if len(programs) == 0 {
+		return "none"
+	}
+	return strings.Join(slices.Sorted(maps.Keys(programs)), ", ")
 }
 
 // CheckParameters implements directory.Driver.
@@ -120,8 +174,11 @@ func (d *Driver) CheckParameters(parameters map[string]string) error {
 }
 
 // Place implements directory.Driver.
-func (d *Driver) Place(_ string, req *csi.CreateVolumeRequest, _ string) (string, owner, error) {
+func (d *Driver) Place(_ string, req *csi.CreateVolumeRequest, from string) (string, traits, error) {
 	home, o, err := d.parse(req.GetParameters())
+	if err == nil && from != "" && (home == program || from == program) {
+		err = server.Invalid("volume_content_source", "is not for volumes that a program serves, this plugin does not have their files", "leave it out")
+	}
 	if r := req.GetCapacityRange(); err == nil && (r.GetRequiredBytes() > 0 || r.GetLimitBytes() > 0) {
 		err = status.Error(codes.OutOfRange, "capacity_range: a directory cannot be held to a size; leave it out")
 	}
@@ -147,4 +204,9 @@ func (d *Driver) Free(string, volume) {}
 func (d *Driver) Capacity(volume) int64 { return 0 }
 
 // SnapshotHome implements directory.Driver.
-func (d *Driver) SnapshotHome(v volume) (string, error) { return v.Home, nil }
+func (d *Driver) SnapshotHome(v volume) (string, error) {
+	if v.Home == program {
+		return "", server.Invalid("source_volume_id", "is a volume that a program serves, this plugin does not have its files", "make the snapshot where they are")
+	}
+	return v.Home, nil
+}

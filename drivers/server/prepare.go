@@ -370,6 +370,12 @@ func (n *NodePrepare) PreparedAs(volumeID, prepareID string) (bool, error) {
 	return found, err
 }
 
+// Settled tells whether a call for the preparation has been answered OK.
+func (n *NodePrepare) Settled(volumeID, prepareID string) (bool, error) {
+	p, found, err := n.preparations.Get(Key{volumeID, prepareID})
+	return found && !p.Uncertain, err
+}
+
 // PreparedAt tells whether the volume has a preparation at a prepare_path. It
 // waits for no other call.
 func (n *NodePrepare) PreparedAt(volumeID, preparePath string) (bool, error) {

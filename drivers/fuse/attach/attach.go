@@ -116,11 +116,8 @@ func Resume(device *os.File, fs fuse.RawFileSystem, o fuse.MountOptions, init []
 }
 
 func newServer(device *os.File, fs fuse.RawFileSystem, o fuse.MountOptions) (*Server, error) {
+	o.MaxWrite = maxWrite(o)
 	s := &Server{device: -1, fs: fs, size: o.MaxWrite}
-	if s.size == 0 {
-		s.size = 128 << 10
-		o.MaxWrite = s.size
-	}
 	s.protocol = fuse.NewProtocolServer(fs, &o)
 	s.log = func(string, ...any) {}
 	if o.Logger != nil {
@@ -148,17 +145,71 @@ func newServer(device *os.File, fs fuse.RawFileSystem, o fuse.MountOptions) (*Se
 
 func (s *Server) newBuffers() (*buffers, error) {
 	size := s.size + room
-	both, err := unix.Mmap(-1, 0, 2*size, unix.PROT_READ|unix.PROT_WRITE,
+	both := reserved.take(2 * size)
+	if both == nil {
+		var err error
+		if both, err = present(2 * size); err != nil {
+			return nil, err
+		}
+	}
+	b := &buffers{in: both[:size:size], out: both[size:]}
+	s.memory = append(s.memory, both)
+	return b, nil
+}
+
+// present makes memory that is there.
+func present(size int) ([]byte, error) {
+	m, err := unix.Mmap(-1, 0, size, unix.PROT_READ|unix.PROT_WRITE,
 		unix.MAP_PRIVATE|unix.MAP_ANONYMOUS|unix.MAP_POPULATE)
 	if err != nil {
 		return nil, os.NewSyscallError("mmap", err)
 	}
 	// Present it is now. Locked it stays so under memory pressure; without
 	// the right to lock it most likely does.
-	_ = unix.Mlock(both)
-	b := &buffers{in: both[:size:size], out: both[size:]}
-	s.memory = append(s.memory, both)
-	return b, nil
+	_ = unix.Mlock(m)
+	return m, nil
+}
+
+// reserve is memory made by Reserve.
+type reserve struct {
+	mu     sync.Mutex
+	memory [][]byte
+}
+
+var reserved reserve
+
+func (r *reserve) take(size int) []byte {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if n := len(r.memory); n > 0 && len(r.memory[n-1]) == size {
+		m := r.memory[n-1]
+		r.memory = r.memory[:n-1]
+		return m
+	}
+	return nil
+}
+
+// Reserve makes the memory that a Server with these options begins with, so
+// that Start and Resume need not.
+func Reserve(o fuse.MountOptions) error {
+	size := 2 * (maxWrite(o) + room)
+	for range readers + 1 {
+		m, err := present(size)
+		if err != nil {
+			return fmt.Errorf("attach: buffers: %w", err)
+		}
+		reserved.mu.Lock()
+		reserved.memory = append(reserved.memory, m)
+		reserved.mu.Unlock()
+	}
+	return nil
+}
+
+func maxWrite(o fuse.MountOptions) int {
+	if o.MaxWrite == 0 {
+		return 128 << 10
+	}
+	return o.MaxWrite
 }
 
 func (s *Server) release() {
