@@ -72,6 +72,11 @@ e2e: setup ## mount specs and real runtimes: runc, crun, containerd and its moun
 	cd reference/e2e && E2E_REPORT=$(CURDIR)/out/e2e.json $(CURDIR)/.ci/nothing-left $(CURDIR)/bin/e2e.test -test.timeout 2m
 	cd $(ACTIVATE) && $(CURDIR)/.ci/nothing-left $(CURDIR)/bin/activate.test -test.timeout 1m
 
+.PHONY: crash
+crash: setup ## SIGKILL the CO and the drivers at every step and at random moments (ARGS=-random=N)
+	@mkdir -p out bin; go build -o bin/ ./drivers/cmd/prepare-driver ./reference/cmd/prepare-crash
+	.ci/nothing-left bin/prepare-crash -driver bin/prepare-driver -out out/crash.json $(ARGS)
+
 .PHONY: clean
 clean: ## remove out/ and bin/
 	rm -rf --one-file-system out bin

@@ -85,6 +85,10 @@ func (a *act) prepare(ctx context.Context, u *Use, p *plugin, repeat bool) (*acc
 		x.close()
 		return nil, err
 	}
+	if slices.ContainsFunc(x.handles, func(g given) bool { return g.handle.FUSE }) {
+		// From now on, also while it is performed, its server may die.
+		a.remember(a.r.Key(), u)
+	}
 	if repeat {
 		return x, nil
 	}

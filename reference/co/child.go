@@ -111,7 +111,7 @@ func runChild(in io.Reader, out io.Writer) int {
 		unix.CloseOnExec(fd)
 	}
 	e := json.NewEncoder(out)
-	done, err := j.do(func(m message) error {
+	done, err := j.do(context.Background(), func(m message) error { // the parent kills
 		if err := e.Encode(m); err != nil {
 			return err
 		}
@@ -125,8 +125,7 @@ func runChild(in io.Reader, out io.Writer) int {
 	return 0
 }
 
-func (j *job) do(journal func(message) error) (done message, err error) {
-	ctx := context.Background() // the parent kills
+func (j *job) do(ctx context.Context, journal func(message) error) (done message, err error) {
 	var ns *mountns.Namespace
 	if j.Namespace != 0 {
 		if ns, err = mountns.FromFile(os.NewFile(uintptr(j.Namespace), "namespace")); err != nil {

@@ -106,7 +106,7 @@ func (a *act) back(ctx context.Context) error {
 			return err
 		}
 	}
-	if a.r.StagingPath != "" && a.r.Phase != Removing {
+	if a.r.staged() && a.r.Phase != Removing {
 		if err := a.unstage(ctx); err != nil {
 			return err
 		}
@@ -122,7 +122,7 @@ func (a *act) back(ctx context.Context) error {
 
 // forget removes the staging path if it is of no more use, and the record.
 func (a *act) forget(ctx context.Context) error {
-	if a.r.StagingPath != "" {
+	if a.r.staged() {
 		used, err := a.ledger.usedByOthers(a.r.Key(), a.boot)
 		if err == nil && !used {
 			err = removeDir(ctx, a.r.StagingPath)

@@ -78,6 +78,8 @@ type Record struct {
 	// empty where the plugin does not stage.
 	PreparePath string `json:"prepare_path"`
 	StagingPath string `json:"staging_target_path,omitempty"`
+	// CallerStages says that the staging path is not the CO's own.
+	CallerStages bool `json:"caller_stages,omitempty"`
 	Readonly    bool   `json:"readonly"`
 	Ephemeral   bool   `json:"ephemeral,omitempty"`
 	// Target is the path in the consumer, TargetNamespace the id of the
@@ -109,6 +111,9 @@ type Record struct {
 
 // Key returns the key of the record.
 func (r *Record) Key() Key { return Key{r.Driver, r.VolumeID, r.PrepareID} }
+
+// staged says that the CO stages the volume, and unstages it at the end.
+func (r *Record) staged() bool { return r.StagingPath != "" && !r.CallerStages }
 
 // uses says that the volume has to stay staged for the preparation.
 func (r *Record) uses(boot string) bool {

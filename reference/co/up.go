@@ -122,7 +122,10 @@ func (c *CO) up(ctx context.Context, u *Use) (*Record, error) {
 		PreparePath: c.preparePath(k), Readonly: u.Readonly, Ephemeral: u.Ephemeral,
 		Target: u.Target.Path, TargetNamespace: namespace, RequestDigest: digest, Created: now,
 	}
-	if f.stages && !u.Ephemeral {
+	switch {
+	case u.CallerStages:
+		a.r.StagingPath, a.r.CallerStages = u.StagingPath, true
+	case f.stages && !u.Ephemeral:
 		a.r.StagingPath = c.stagingPath(k)
 	}
 	err = a.bringUp(ctx, u, p)
@@ -159,7 +162,7 @@ func (a *act) set(phase Phase, uncertain bool) error {
 }
 
 func (a *act) bringUp(ctx context.Context, u *Use, p *plugin) error {
-	if a.r.StagingPath != "" {
+	if a.r.staged() {
 		if err := a.stage(ctx, u, p); err != nil {
 			return err
 		}
@@ -181,9 +184,6 @@ func (a *act) bringUp(ctx context.Context, u *Use, p *plugin) error {
 	}
 	if err := a.perform(ctx, u, x); err != nil {
 		return err
-	}
-	if slices.ContainsFunc(a.r.Receipts, func(r perform.Receipt) bool { return r.Kind == mountspec.KindFUSE }) {
-		a.remember(a.r.Key(), u)
 	}
 	a.r.Error = ""
 	if err := a.set(Performed, false); err != nil {
@@ -289,9 +289,6 @@ func (a *act) refresh(ctx context.Context, u *Use, p *plugin) (*Record, error) {
 			err = ErrNotEquivalent
 		}
 		x.close()
-	}
-	if err == nil && len(x.handles) > 0 {
-		a.remember(a.r.Key(), u)
 	}
 	err = masked(err, a.hidden)
 	a.r.Error = ""

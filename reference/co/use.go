@@ -29,7 +29,12 @@ type Use struct {
 	Readonly   bool
 	// Ephemeral says that the volume lives from its first use to its last:
 	// it is never staged.
-	Ephemeral                     bool
+	Ephemeral bool
+	// CallerStages says that staging and unstaging are the caller's, and
+	// StagingPath where it has staged the volume, empty if nowhere. Otherwise
+	// they are the CO's.
+	CallerStages                  bool
+	StagingPath                   string
 	PublishContext, VolumeContext map[string]string
 	// StageSecrets and Secrets are for NodeStageVolume and
 	// NodePrepareVolume. They are kept nowhere.
@@ -52,6 +57,8 @@ func (u *Use) check() error {
 		return errors.New("volume capability: needs an access type and an access mode")
 	case !strings.HasPrefix(u.Target.Path, "/"):
 		return fmt.Errorf("target %q: has to be absolute", u.Target.Path)
+	case u.StagingPath != "" && !cleanPath(u.StagingPath):
+		return fmt.Errorf("staging path %q: has to be absolute, in its shortest form and not /", u.StagingPath)
 	}
 	return nil
 }
@@ -78,7 +85,7 @@ func (u *Use) digestWith(refreshable map[string]bool, namespace uint64) string {
 	}
 	texts := []string{
 		string(capability), strconv.FormatBool(u.Readonly), strconv.FormatBool(u.Ephemeral),
-		u.Target.Path, strconv.FormatUint(namespace, 10),
+		u.Target.Path, strconv.FormatUint(namespace, 10), u.StagingPath,
 	}
 	for _, k := range sortedKeys(u.PublishContext) {
 		texts = append(texts, "publish", k, u.PublishContext[k])

@@ -1,0 +1,54 @@
+package crash
+
+import (
+	"context"
+	"fmt"
+	"os"
+	"os/signal"
+	"slices"
+	"strings"
+	"syscall"
+	"testing"
+
+	"github.com/spf13/cobra"
+
+	"github.com/csi-prepare/csi-prepare/drivers/block"
+	"github.com/csi-prepare/csi-prepare/drivers/fuse"
+	"github.com/csi-prepare/csi-prepare/drivers/hostpath"
+)
+
+// The test binary is also the command of the drivers.
+func TestMain(m *testing.M) {
+	if len(os.Args) > 1 && slices.Contains([]string{"hostpath", "block", "fuse"}, os.Args[1]) {
+		ctx, stop := signal.NotifyContext(context.Background(), syscall.SIGTERM)
+		defer stop()
+		root := &cobra.Command{Use: "prepare-driver", SilenceUsage: true}
+		root.AddCommand(hostpath.NewCommand(), block.NewCommand(), fuse.NewCommand())
+		if root.ExecuteContext(ctx) != nil {
+			os.Exit(1)
+		}
+		return
+	}
+	if os.Getuid() != 0 {
+		fmt.Println("skipped: mount namespaces need root")
+		return
+	}
+	Main()
+	os.Exit(m.Run())
+}
+
+// TestCampaign is the short form: `make crash` is the long one.
+func TestCampaign(t *testing.T) {
+	plugins := []string{"hostpath", "block", "fuse"}
+	if _, err := os.Stat("/dev/fuse"); err != nil {
+		plugins = plugins[:2]
+		t.Logf("without FUSE: %v", err)
+	}
+	var progress strings.Builder
+	c := Campaign{Driver: []string{"/proc/self/exe"}, Plugins: plugins, Random: 10, Boundaries: !testing.Short(), Progress: &progress}
+	r, err := c.Run(t.Context())
+	if err != nil || !r.OK() {
+		t.Fatalf("%v, %v\n%s", r, err, progress.String())
+	}
+	t.Log(r)
+}
