@@ -176,7 +176,7 @@ func (s *Suite) mentions(path string) bool {
 			return true
 		}
 	}
-	return false
+	return slices.ContainsFunc(s.config.DataDirs, func(dir string) bool { return strings.Contains(path, dir) })
 }
 
 // tableNow is the difference at this moment, for a failure message.

@@ -3,6 +3,7 @@ package sanity
 import (
 	"bytes"
 	"fmt"
+	"maps"
 	"os"
 	"path/filepath"
 	"slices"
@@ -205,6 +206,17 @@ func (t *trial) detach(d *preparev1alpha1.BlockDevice) {
 func (s *Suite) ownLoop(name string) bool {
 	was, there := s.loopsBefore[name]
 	return !there || was != deviceSeq(name)
+}
+
+// ownLoops are the attached loop devices on files of the run, or all if it is
+// not known where the plugin has its files.
+func (s *Suite) ownLoops() map[string]string {
+	all := loops()
+	if s.config.StateDir == "" && len(s.config.DataDirs) == 0 && len(s.config.Grants) == 0 {
+		return all
+	}
+	maps.DeleteFunc(all, func(_, file string) bool { return !s.mentions(file) })
+	return all
 }
 
 // deviceSeq is the sequence number of a device, 0 if it has none.

@@ -52,6 +52,9 @@ type Config struct {
 	// StateDir is where the plugin keeps its state, if that is known; the
 	// suite looks there for secrets in clear.
 	StateDir string
+	// DataDirs are where the plugin keeps the files that are attached as loop
+	// devices, if that is known: one left on such a file is its.
+	DataDirs []string
 	// WorkDir is where the suite makes its directory, which is removed at the
 	// end. The plugin has to see it under the same path. Default: the
 	// system's temporary directory.

@@ -22,6 +22,7 @@ var executorSections = []writer{
 	{"Attributes", attributeSpecs},
 	{"Kind FILESYSTEM", filesystemSpecs},
 	{"Kind BIND", bindSpecs},
+	{"Kind BLOCK_DEVICE", deviceSpecs},
 	{"Validate", validateSpecs},
 	{"Perform", performSpecs},
 	{"Undo", undoSpecs},

@@ -60,6 +60,11 @@ func (t *trial) loopWithExt4() (device string, major, minor uint32) {
 	if text, err := exec.CommandContext(t.ctx, mkfs, "-q", "-F", image).CombinedOutput(); err != nil {
 		end(couldNotRun("making a filesystem with mkfs.ext4: %v %s", err, text))
 	}
+	return t.attachLoop(image, 0)
+}
+
+// attachLoop makes a loop device of a file, until the spec ends.
+func (t *trial) attachLoop(image string, flags uint32) (device string, major, minor uint32) {
 	control, err := os.OpenFile("/dev/loop-control", os.O_RDWR, 0)
 	t.sysfail("opening /dev/loop-control", err)
 	defer control.Close()
@@ -73,7 +78,7 @@ func (t *trial) loopWithExt4() (device string, major, minor uint32) {
 		loop, err := os.OpenFile(device, os.O_RDWR, 0)
 		t.sysfail("opening a loop device", err)
 		err = unix.IoctlLoopConfigure(int(loop.Fd()), &unix.LoopConfig{
-			Fd: uint32(file.Fd()), Info: unix.LoopInfo64{Flags: unix.LO_FLAGS_AUTOCLEAR},
+			Fd: uint32(file.Fd()), Info: unix.LoopInfo64{Flags: unix.LO_FLAGS_AUTOCLEAR | flags},
 		})
 		if err != nil {
 			_ = loop.Close()

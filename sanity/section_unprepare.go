@@ -102,13 +102,16 @@ func freedSpec(t *trial) {
 	}
 	v := t.volume()
 	cycle := func() {
-		r := t.request(v)
-		t.prepared(r)
-		t.unprepared(r)
+		for _, readonly := range []bool{false, true} {
+			r := t.request(v)
+			r.Readonly = readonly
+			t.prepared(r)
+			t.unprepared(r)
+		}
 	}
 	const cycles = 5
 	cycle()
-	fds, kids, attached := descriptors(pid), children(pid), len(loops())
+	fds, kids, attached := descriptors(pid), children(pid), len(t.ownLoops())
 	for range cycles {
 		cycle()
 	}
@@ -121,7 +124,7 @@ func freedSpec(t *trial) {
 		if now := children(pid); len(now) >= len(kids)+cycles {
 			return count(len(now)-len(kids), "process") + " more, the last is " + now[len(now)-1]
 		}
-		if now := loops(); len(now) >= attached+cycles {
+		if now := t.ownLoops(); len(now) >= attached+cycles {
 			return count(len(now)-attached, "loop device") + " more"
 		}
 		return ""

@@ -157,6 +157,15 @@ func (t *trial) stage(v *volume) {
 		return
 	}
 	v.staging = t.mkdir("staging")
+	// A call that fails, or that an interrupt cuts off, may have staged it.
+	t.cleanup(func() error {
+		var err error
+		t.poll(t.config.Timeout, func() bool {
+			err = t.unstage(v)
+			return status.Code(err) != codes.Aborted
+		})
+		return wrap("NodeUnstageVolume", err)
+	})
 	_, err := t.clients.node.NodeStageVolume(t.ctx, &csi.NodeStageVolumeRequest{
 		VolumeId: v.id, PublishContext: v.published, StagingTargetPath: v.staging,
 		VolumeCapability: v.capability, VolumeContext: v.context, Secrets: t.config.secrets("NodeStageVolume"),
@@ -165,7 +174,6 @@ func (t *trial) stage(v *volume) {
 		t.alive(err)
 		end(couldNotRun("NodeStageVolume failed: %s", answered(err)))
 	}
-	t.cleanup(func() error { return wrap("NodeUnstageVolume", t.unstage(v)) })
 }
 
 func (t *trial) unstage(v *volume) error {

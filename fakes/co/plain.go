@@ -17,7 +17,7 @@ import (
 
 // Plain is an executor in straight lines: make each mount detached, narrow
 // it, assemble them in private, attach once; undo by unique id. It knows
-// FILESYSTEM and BIND, needs Linux 6.15, and has no fallback for anything.
+// FILESYSTEM, BIND and BLOCK_DEVICE, needs Linux 6.15, and has no fallback for anything.
 //
 // Its steps are fields, so that a mutant is Plain with one step replaced.
 type Plain struct{ steps }
@@ -34,6 +34,12 @@ type steps struct {
 	checkSource func(fd int, base string, b *mountspec.Bind) error
 	// create makes the superblock of a filesystem.
 	create func(p *Plain, c *kernel.FSContext, f *mountspec.Filesystem) error
+	// open opens the device that a spec names, and no other.
+	open func(d *mountspec.BlockDevice, readonly bool) (*os.File, error)
+	// refusesWrites sees that a device is read-only in itself.
+	refusesWrites func(*os.File) error
+	// node makes the node of a device.
+	node func(*mountspec.BlockDevice) (fd int, err error)
 	// narrow sets the attributes of a mount nobody can see yet.
 	narrow func(m *made, set, unset mountspec.Attr) error
 	// private cuts a mount off from its peers.
@@ -63,21 +69,24 @@ type steps struct {
 // NewPlain returns the conformant Plain.
 func NewPlain() *Plain {
 	return &Plain{steps{
-		validate:    mountspec.Validate,
-		locate:      locate,
-		checkSource: checkSource,
-		create:      createExclusive(),
-		narrow:      narrow,
-		private:     private,
-		assemble:    assemble,
-		below:       below,
-		find:        find,
-		checkPlace:  checkPlace,
-		attach:      attach,
-		receipts:    receiptsOf,
-		order:       reverse,
-		unmount:     unmount,
-		remove:      remove,
+		validate:      mountspec.Validate,
+		locate:        locate,
+		checkSource:   checkSource,
+		create:        createExclusive(),
+		open:          openDevice,
+		refusesWrites: refusesWrites,
+		node:          node,
+		narrow:        narrow,
+		private:       private,
+		assemble:      assemble,
+		below:         below,
+		find:          find,
+		checkPlace:    checkPlace,
+		attach:        attach,
+		receipts:      receiptsOf,
+		order:         reverse,
+		unmount:       unmount,
+		remove:        remove,
 	}}
 }
 
@@ -168,8 +177,11 @@ func (p *Plain) make(q Performance, s mountspec.Spec) (m made, err error) {
 		m.fd, err = p.filesystem(k)
 	case *mountspec.Bind:
 		m.fd, m.file, err = p.bind(q, k)
+	case *mountspec.BlockDevice:
+		m.file = true
+		m.fd, err = p.device(s)
 	default:
-		err = &StateError{"kind", errors.New("this executor performs FILESYSTEM and BIND")}
+		err = &StateError{"kind", errors.New("this executor performs FILESYSTEM, BIND and BLOCK_DEVICE")}
 	}
 	if err != nil {
 		return m, err

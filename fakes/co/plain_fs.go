@@ -25,7 +25,7 @@ func (p *Plain) filesystem(f *mountspec.Filesystem) (fd int, err error) {
 	defer c.Close()
 	source := f.Source
 	if f.Device != nil {
-		device, err := openDevice(f.Device, f.SuperblockReadonly)
+		device, err := p.open(f.Device, f.SuperblockReadonly)
 		if err != nil {
 			return -1, &StateError{"filesystem.device", err}
 		}

@@ -171,6 +171,9 @@ func remove(at *place, r receipt) error {
 		if err != nil {
 			return err
 		}
+		if kind := st.Mode & unix.S_IFMT; kind != unix.S_IFDIR && (kind != unix.S_IFREG || st.Size > 0) {
+			return nil // somebody else's: what was made is empty
+		}
 		if err := at.rmdir(path.Base(created), st.Mode&unix.S_IFMT != unix.S_IFDIR); err != nil {
 			return &StateError{created, err}
 		}

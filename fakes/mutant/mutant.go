@@ -33,6 +33,17 @@ const (
 	Concurrency Category = "concurrency" // calls disturb each other
 )
 
+// Volumes is what the volumes of a plugin are made of, and how the suite asks
+// for them.
+type Volumes string
+
+// The kinds of volumes.
+const (
+	Directories Volumes = ""          // each is a directory
+	Raw         Volumes = "raw"       // each is a device, of the block access type
+	Formatted   Volumes = "formatted" // each is a device, of the mount access type
+)
+
 // Mutant says what is wrong with one implementation.
 type Mutant struct {
 	// Name is unique among all mutants, in words joined by hyphens.
@@ -42,6 +53,8 @@ type Mutant struct {
 	Category Category          `json:"category"`
 	// Breaks is the one requirement that does not hold.
 	Breaks requirement.ID `json:"breaks"`
+	// Volumes of the implementation.
+	Volumes Volumes `json:"volumes,omitempty"`
 	// Story is what the implementation does, and who suffers how.
 	Story string `json:"story"`
 }

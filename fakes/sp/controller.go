@@ -53,7 +53,7 @@ func (s *Server) CreateVolume(_ context.Context, r *csi.CreateVolumeRequest) (*c
 		return nil, invalid("mutable_parameters", "is not supported: leave it unset")
 	}
 	for _, c := range r.GetVolumeCapabilities() {
-		if why := unsupported(c); why != "" {
+		if why := s.unsupported(c); why != "" {
 			return nil, invalid("volume_capabilities", why)
 		}
 	}
@@ -73,8 +73,8 @@ func (s *Server) CreateVolume(_ context.Context, r *csi.CreateVolumeRequest) (*c
 		ID: id, Name: r.GetName(), Grant: s.grant(),
 		Required: r.GetCapacityRange().GetRequiredBytes(), Parameters: r.GetParameters(),
 	}
-	if err := os.Mkdir(s.directory(v), 0o777); err != nil && !os.IsExist(err) {
-		return nil, status.Errorf(codes.Internal, "making the directory of the volume: %v", err)
+	if err := s.makeData(v); err != nil {
+		return nil, status.Errorf(codes.Internal, "making the data of the volume: %v", err)
 	}
 	s.state.volumes[id] = v
 	return &csi.CreateVolumeResponse{Volume: s.describe(v)}, s.save()
@@ -93,6 +93,11 @@ func (s *Server) DeleteVolume(_ context.Context, r *csi.DeleteVolumeRequest) (*c
 	}
 	if len(s.state.of(v.ID)) > 0 || s.state.staged[v.ID] != nil {
 		return nil, status.Error(codes.FailedPrecondition, "volume_id: the volume is in use: unprepare and unstage it first")
+	}
+	if s.config.Block {
+		if err := s.rules.release(s, v, ""); err != nil {
+			return nil, err
+		}
 	}
 	// A mount below would be emptied along with the volume.
 	mounts, err := mountinfo.GetMounts(mountinfo.PrefixFilter(s.directory(v)))
@@ -124,7 +129,7 @@ func (s *Server) ValidateVolumeCapabilities(_ context.Context, r *csi.ValidateVo
 		return nil, noVolume(r.GetVolumeId())
 	}
 	for _, c := range r.GetVolumeCapabilities() {
-		if why := unsupported(c); why != "" {
+		if why := s.unsupported(c); why != "" {
 			return &csi.ValidateVolumeCapabilitiesResponse{Message: "volume_capabilities: " + why}, nil
 		}
 	}
@@ -155,9 +160,25 @@ func (s *Server) ListVolumes(_ context.Context, r *csi.ListVolumesRequest) (*csi
 	return answer, nil
 }
 
-func (s *Server) describe(v *volume) *csi.Volume { return &csi.Volume{VolumeId: v.ID} }
+func (s *Server) describe(v *volume) *csi.Volume {
+	d := &csi.Volume{VolumeId: v.ID}
+	if s.config.Block {
+		d.CapacityBytes = v.size()
+	}
+	return d
+}
 
-// directory is where the data of v lies.
+func (s *Server) makeData(v *volume) error {
+	if s.config.Block {
+		return s.makeFile(v)
+	}
+	if err := os.Mkdir(s.directory(v), 0o777); err != nil && !os.IsExist(err) {
+		return err
+	}
+	return nil
+}
+
+// directory is where the data of v lies; of a block volume it is a file.
 func (s *Server) directory(v *volume) string {
 	return filepath.Join(s.config.Grants[v.Grant], v.ID)
 }
@@ -165,14 +186,14 @@ func (s *Server) directory(v *volume) string {
 // unsupported says why a volume of this plugin cannot be used as asked, or
 // nothing if it can. Each volume can be used in every mode: there is but one
 // node.
-func unsupported(c *csi.VolumeCapability) string {
+func (s *Server) unsupported(c *csi.VolumeCapability) string {
 	_, known := csi.VolumeCapability_AccessMode_Mode_name[int32(c.GetAccessMode().GetMode())]
 	switch {
 	case c.GetMount() == nil && c.GetBlock() == nil:
 		return "has no access type"
-	case c.GetMount() == nil:
+	case c.GetMount() == nil && !s.config.Block:
 		return "asks for a block device; a volume is a directory"
-	case c.GetMount().GetFsType() != "":
+	case c.GetMount().GetFsType() != "" && !(s.config.Block && c.GetMount().GetFsType() == "ext4"):
 		return "asks for a filesystem type; a volume is a directory of the node's filesystem"
 	case !known || c.GetAccessMode().GetMode() == csi.VolumeCapability_AccessMode_UNKNOWN:
 		return "has no access mode"

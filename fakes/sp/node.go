@@ -2,6 +2,7 @@ package sp
 
 import (
 	"context"
+	"os"
 
 	"github.com/container-storage-interface/spec/lib/go/csi"
 	"golang.org/x/sys/unix"
@@ -50,10 +51,11 @@ func (s *Server) NodeStageVolume(_ context.Context, r *csi.NodeStageVolumeReques
 
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	if s.state.volumes[r.GetVolumeId()] == nil {
+	v := s.state.volumes[r.GetVolumeId()]
+	if v == nil {
 		return nil, noVolume(r.GetVolumeId())
 	}
-	if why := unsupported(r.GetVolumeCapability()); why != "" {
+	if why := s.unsupported(r.GetVolumeCapability()); why != "" {
 		return nil, status.Error(codes.FailedPrecondition, "volume_capability: "+why)
 	}
 	if was := s.state.staged[r.GetVolumeId()]; was != nil {
@@ -61,6 +63,11 @@ func (s *Server) NodeStageVolume(_ context.Context, r *csi.NodeStageVolumeReques
 			return nil, status.Error(codes.AlreadyExists, "volume_id: the volume is staged with other arguments")
 		}
 		return &csi.NodeStageVolumeResponse{}, nil
+	}
+	if s.config.Block {
+		if err := s.stageDevice(v, r.GetVolumeCapability()); err != nil {
+			return nil, err
+		}
 	}
 	s.state.staged[r.GetVolumeId()] = kept
 	return &csi.NodeStageVolumeResponse{}, s.save()
@@ -81,6 +88,11 @@ func (s *Server) NodeUnstageVolume(_ context.Context, r *csi.NodeUnstageVolumeRe
 	if len(s.state.of(r.GetVolumeId())) > 0 {
 		return nil, status.Error(codes.FailedPrecondition, "volume_id: the volume is prepared: unprepare it first")
 	}
+	if v := s.state.volumes[r.GetVolumeId()]; v != nil && s.config.Block {
+		if err := s.rules.release(s, v, ""); err != nil {
+			return nil, err
+		}
+	}
 	delete(s.state.staged, r.GetVolumeId())
 	return &csi.NodeUnstageVolumeResponse{}, s.save()
 }
@@ -97,6 +109,13 @@ func (s *Server) NodeGetVolumeStats(_ context.Context, r *csi.NodeGetVolumeStats
 	directory, err := s.prepared(r.GetVolumeId(), r.GetVolumePath())
 	if err != nil {
 		return nil, err
+	}
+	if s.config.Block {
+		info, err := os.Stat(directory)
+		if err != nil {
+			return nil, internal(err)
+		}
+		return &csi.NodeGetVolumeStatsResponse{Usage: []*csi.VolumeUsage{{Unit: csi.VolumeUsage_BYTES, Total: info.Size()}}}, nil
 	}
 	var fs unix.Statfs_t
 	if err := unix.Statfs(directory, &fs); err != nil {

@@ -24,22 +24,29 @@ var prepareID = regexp.MustCompile(`^[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}$`)
 
 // NodePrepareGetCapabilities implements preparev1alpha1.NodePrepareServer.
 func (s *Server) NodePrepareGetCapabilities(context.Context, *preparev1alpha1.NodePrepareGetCapabilitiesRequest) (*preparev1alpha1.NodePrepareGetCapabilitiesResponse, error) {
-	return &preparev1alpha1.NodePrepareGetCapabilitiesResponse{Capabilities: []*preparev1alpha1.NodePrepareServiceCapability{
+	answer := &preparev1alpha1.NodePrepareGetCapabilitiesResponse{Capabilities: []*preparev1alpha1.NodePrepareServiceCapability{
 		{Type: &preparev1alpha1.NodePrepareServiceCapability_Rpc{Rpc: &preparev1alpha1.NodePrepareServiceCapability_RPC{
 			Type: preparev1alpha1.NodePrepareServiceCapability_RPC_PREPARE_UNPREPARE_VOLUME,
-		}}},
-		{Type: &preparev1alpha1.NodePrepareServiceCapability_Kind_{Kind: &preparev1alpha1.NodePrepareServiceCapability_Kind{
-			Kind: preparev1alpha1.MountKind_MOUNT_KIND_BIND,
 		}}},
 		{Type: &preparev1alpha1.NodePrepareServiceCapability_RefreshableContext_{RefreshableContext: &preparev1alpha1.NodePrepareServiceCapability_RefreshableContext{
 			Keys: []string{refreshable},
 		}}},
-	}}, nil
+	}}
+	kinds := []preparev1alpha1.MountKind{preparev1alpha1.MountKind_MOUNT_KIND_BIND}
+	if s.config.Block {
+		kinds = []preparev1alpha1.MountKind{preparev1alpha1.MountKind_MOUNT_KIND_BLOCK_DEVICE, preparev1alpha1.MountKind_MOUNT_KIND_FILESYSTEM}
+	}
+	for _, k := range kinds {
+		answer.Capabilities = append(answer.Capabilities, &preparev1alpha1.NodePrepareServiceCapability{
+			Type: &preparev1alpha1.NodePrepareServiceCapability_Kind_{Kind: &preparev1alpha1.NodePrepareServiceCapability_Kind{Kind: k}},
+		})
+	}
+	return answer, nil
 }
 
 // NodePrepareVolume implements preparev1alpha1.NodePrepareServer.
 func (s *Server) NodePrepareVolume(_ context.Context, r *preparev1alpha1.NodePrepareVolumeRequest) (*preparev1alpha1.NodePrepareVolumeResponse, error) {
-	attributes, err := check(r)
+	attributes, err := s.check(r)
 	if err != nil {
 		return nil, err
 	}
@@ -49,7 +56,6 @@ func (s *Server) NodePrepareVolume(_ context.Context, r *preparev1alpha1.NodePre
 	if v == nil {
 		return nil, noVolume(r.GetVolumeId())
 	}
-	spec := s.spec(v, attributes)
 	key := pair{r.GetVolumeId(), r.GetPrepareId()}
 	if was := s.state.prepared[key]; was != nil {
 		if !s.rules.same(was, lasting(r)) {
@@ -60,9 +66,18 @@ func (s *Server) NodePrepareVolume(_ context.Context, r *preparev1alpha1.NodePre
 			return nil, err
 		}
 	}
+	spec, err := s.spec(v, r, attributes)
+	if err != nil {
+		return nil, err
+	}
 	if !s.rules.accepts(r.GetPerformer(), spec) {
+		if s.state.prepared[key] == nil && s.config.Block {
+			if err := s.rules.release(s, v, r.GetPrepareId()); err != nil {
+				return nil, err
+			}
+		}
 		return nil, s.rules.refuse(s, r, status.Errorf(codes.FailedPrecondition,
-			"performer: the volume is a BIND of the grant %q for the node's own kernel, which the performer does not offer", v.Grant))
+			"performer: the volume is a %T, which the performer does not offer as it is", spec.GetKind()))
 	}
 	if _, err := os.Stat(s.directory(v)); err != nil {
 		return nil, status.Errorf(codes.Internal, "the data of the volume: %v", err)
@@ -91,6 +106,11 @@ func (s *Server) NodeUnprepareVolume(_ context.Context, r *preparev1alpha1.NodeU
 	}
 	if was.GetPreparePath() != r.GetPreparePath() {
 		return nil, invalid("prepare_path", "is not that of the preparation: NodeListPreparedVolumes tells it")
+	}
+	if v := s.state.volumes[r.GetVolumeId()]; v != nil && s.config.Block {
+		if err := s.rules.release(s, v, r.GetPrepareId()); err != nil {
+			return nil, err
+		}
 	}
 	delete(s.state.prepared, key)
 	return &preparev1alpha1.NodeUnprepareVolumeResponse{}, s.save()
@@ -126,7 +146,7 @@ func (s *Server) NodeListPreparedVolumes(_ context.Context, r *preparev1alpha1.N
 
 // check applies the rules of the fields and returns the attributes they ask
 // for.
-func check(r *preparev1alpha1.NodePrepareVolumeRequest) (*preparev1alpha1.MountAttributes, error) {
+func (s *Server) check(r *preparev1alpha1.NodePrepareVolumeRequest) (*preparev1alpha1.MountAttributes, error) {
 	switch kernel := r.GetPerformer().GetKernel(); {
 	case r.GetVolumeId() == "":
 		return nil, invalid("volume_id", "is required")
@@ -152,6 +172,9 @@ func check(r *preparev1alpha1.NodePrepareVolumeRequest) (*preparev1alpha1.MountA
 	attributes := new(preparev1alpha1.MountAttributes)
 	for _, flag := range r.GetVolumeCapability().GetMount().GetMountFlags() {
 		set := flags[flag]
+		if set == nil && s.config.Block && slices.Contains(ext4Flags, flag) {
+			continue
+		}
 		if set == nil {
 			word, _, _ := strings.Cut(flag, "=")
 			return nil, invalid("volume_capability.mount.mount_flags", "cannot honour "+word)
@@ -181,7 +204,7 @@ var flags = map[string]func(*preparev1alpha1.MountAttributes){
 // admit decides on a preparation that is not there yet; the caller holds
 // s.mu.
 func (s *Server) admit(r *preparev1alpha1.NodePrepareVolumeRequest) error {
-	if why := unsupported(r.GetVolumeCapability()); why != "" {
+	if why := s.unsupported(r.GetVolumeCapability()); why != "" {
 		return status.Error(codes.FailedPrecondition, "volume_capability: "+why)
 	}
 	if s.config.Staging {
@@ -199,6 +222,13 @@ func (s *Server) admit(r *preparev1alpha1.NodePrepareVolumeRequest) error {
 	}
 	if len(inside) > 0 {
 		return status.Errorf(codes.FailedPrecondition, "prepare_path: is not empty: it holds %q", inside[0].Name())
+	}
+	if err := s.rules.agree(s, r); err != nil {
+		return err
+	}
+	staged := s.state.staged[r.GetVolumeId()]
+	if s.config.Block && (staged.GetVolumeCapability().GetBlock() != nil) != (r.GetVolumeCapability().GetBlock() != nil) {
+		return status.Error(codes.FailedPrecondition, "volume_capability: the volume is staged for the other access type")
 	}
 	for key, other := range s.state.of(r.GetVolumeId()) {
 		if s.exclusive(r.GetVolumeCapability()) || s.exclusive(other.GetVolumeCapability()) {
@@ -230,7 +260,10 @@ func readerOnly(c *csi.VolumeCapability) bool {
 	}
 }
 
-func (s *Server) spec(v *volume, a *preparev1alpha1.MountAttributes) *preparev1alpha1.MountSpec {
+func (s *Server) spec(v *volume, r *preparev1alpha1.NodePrepareVolumeRequest, a *preparev1alpha1.MountAttributes) (*preparev1alpha1.MountSpec, error) {
+	if s.config.Block {
+		return s.blockSpec(v, r, a)
+	}
 	return &preparev1alpha1.MountSpec{
 		Kind: &preparev1alpha1.MountSpec_Bind{Bind: &preparev1alpha1.BindMount{
 			Source: &preparev1alpha1.PathRef{
@@ -238,7 +271,7 @@ func (s *Server) spec(v *volume, a *preparev1alpha1.MountAttributes) *preparev1a
 			},
 		}},
 		Attributes: a,
-	}
+	}, nil
 }
 
 // accepts reports whether the performer can perform spec, a BIND of a

@@ -2,7 +2,8 @@
 // memory: what the suite is tested against, and what its mutants are made of.
 //
 // The data of each volume is a directory of its own in a directory that the
-// operator granted; a preparation is answered with one BIND of it. The
+// operator granted; a preparation is answered with one BIND of it. Or it is a
+// file, attached as a loop device; then it is answered with that device. The
 // package makes no mount and shares no code with the reference drivers: a
 // second implementation of the contract is a check on the contract.
 package sp
@@ -44,6 +45,9 @@ type Config struct {
 	// Staging makes the SP ask for NodeStageVolume. Staging does nothing
 	// but be remembered.
 	Staging bool
+	// Block makes volumes of files that are attached as loop devices when
+	// they are staged, for both access types: the filesystem is ext4.
+	Block bool
 	// LegacyWriters leaves the SINGLE_NODE_MULTI_WRITER capability out: two
 	// consumers on one node may then share a SINGLE_NODE_WRITER volume.
 	LegacyWriters bool
@@ -72,6 +76,15 @@ type rules struct {
 	same func(a, b *preparev1alpha1.NodePrepareVolumeRequest) bool
 	// accepts reports whether the performer can perform the spec.
 	accepts func(*preparev1alpha1.Performer, *preparev1alpha1.MountSpec) bool
+	// device returns the loop device of a volume, or with a prepare_id the
+	// read-only one of that preparation.
+	device func(s *Server, v *volume, prepareID string) (device, error)
+	// blank reports whether a file certainly holds nothing.
+	blank func(file string) (bool, error)
+	// agree refuses parameters that differ from those of other preparations.
+	agree func(s *Server, r *preparev1alpha1.NodePrepareVolumeRequest) error
+	// release ends what a preparation has for itself.
+	release func(s *Server, v *volume, prepareID string) error
 	// keep makes the state durable.
 	keep func(dir, boot string, s *state) error
 	// boot identifies this boot of the node.
@@ -93,15 +106,23 @@ func build(c Config, f fault) (*Server, error) {
 	if c.NodeID == "" {
 		c.NodeID = "fake-node"
 	}
+	c.Staging = c.Staging || c.Block
 	s := &Server{config: c, rules: rules{
 		same:    sameRequest,
 		accepts: accepts,
+		device:  deviceOf,
+		blank:   isBlank,
+		agree:   agree,
+		release: release,
 		keep:    keep,
 		boot:    bootID,
 		refuse: func(_ *Server, _ *preparev1alpha1.NodePrepareVolumeRequest, err error) error {
 			return err
 		},
 	}}
+	if c.Block {
+		s.rules.accepts = acceptsDevice
+	}
 	f(s)
 	boot, err := s.rules.boot()
 	if err != nil {

@@ -1,6 +1,7 @@
 package main
 
 import (
+	"bytes"
 	"context"
 	"encoding/json"
 	"errors"
@@ -24,6 +25,7 @@ import (
 // killing are the flags of the command.
 type killing struct {
 	sanity, out   string
+	matrix        string
 	full          bool
 	jobs, control int
 	names         []string
@@ -45,6 +47,7 @@ given. It exits 1 if a mutant survives or a conformant fake fails.`,
 	}
 	cmd.Flags().StringVar(&k.sanity, "sanity", "", "path of prepare-sanity; by default it is built from this checkout")
 	cmd.Flags().StringVar(&k.out, "out", "", "file for the results as JSON")
+	cmd.Flags().StringVar(&k.matrix, "matrix", "", "file for requirement × mutant × killing spec as Markdown")
 	cmd.Flags().BoolVar(&k.full, "full", false, "run the whole suite against each mutant, to see how far a fault spreads")
 	cmd.Flags().IntVar(&k.jobs, "jobs", runtime.NumCPU(), "runs at a time")
 	cmd.Flags().IntVar(&k.control, "control", 1, "runs against each conformant fake")
@@ -62,11 +65,19 @@ func (k killing) run(ctx context.Context, w, progress io.Writer) error {
 	}
 	defer remove()
 	for seed := range int64(k.control) {
-		for _, seat := range []requirement.Actor{requirement.SP, requirement.CO} {
-			if err := commands.Conformant(ctx, seat, seed+1); err != nil {
+		for _, control := range []struct {
+			seat    requirement.Actor
+			volumes mutant.Volumes
+		}{
+			{requirement.SP, mutant.Directories},
+			{requirement.SP, mutant.Raw},
+			{requirement.SP, mutant.Formatted},
+			{requirement.CO, mutant.Directories},
+		} {
+			if err := commands.Conformant(ctx, control.seat, control.volumes, seed+1); err != nil {
 				return failure{err}
 			}
-			fmt.Fprintf(progress, "conformant %s passes, seed %d\n", seat, seed+1)
+			fmt.Fprintf(progress, "conformant %s passes, seed %d\n", strings.TrimSpace(string(control.seat)+" "+string(control.volumes)), seed+1)
 		}
 	}
 	done := 0
@@ -81,7 +92,7 @@ func (k killing) run(ctx context.Context, w, progress io.Writer) error {
 	if err != nil {
 		return failure{err}
 	}
-	return failureOf(errors.Join(matrix(w, results), k.write(results), verdict(w, results)))
+	return failureOf(errors.Join(matrix(w, results), k.write(results), k.spread(w, results), verdict(w, results)))
 }
 
 // chosen returns the mutants of the given names, or all of them.
@@ -144,14 +155,39 @@ func matrix(w io.Writer, results []kill.Result) error {
 }
 
 func (k killing) write(results []kill.Result) error {
-	if k.out == "" {
+	if k.out != "" {
+		data, err := json.MarshalIndent(results, "", "  ")
+		if err != nil {
+			return err
+		}
+		if err := os.WriteFile(k.out, append(data, '\n'), 0o644); err != nil {
+			return err
+		}
+	}
+	if k.matrix == "" {
 		return nil
 	}
-	data, err := json.MarshalIndent(results, "", "  ")
-	if err != nil {
+	var page bytes.Buffer
+	if err := kill.WriteMatrix(&page, results); err != nil {
 		return err
 	}
-	return os.WriteFile(k.out, append(data, '\n'), 0o644)
+	return os.WriteFile(k.matrix, page.Bytes(), 0o644)
+}
+
+// spread says how far faults reach, after runs of the whole suite.
+func (k killing) spread(w io.Writer, results []kill.Result) error {
+	if !k.full {
+		return nil
+	}
+	s := kill.SpreadOf(results)
+	fmt.Fprintf(w, "%d of %d mutants make at most a tenth of the specs fail or stay out\n", s.Contained, s.Mutants)
+	for _, r := range s.Wide {
+		fmt.Fprintf(w, "  %-32s %d failed, %d could not run, of %d\n", r.Name, r.FailedSpecs, r.CouldNotRun, r.TotalSpecs+r.CouldNotRun)
+	}
+	if !s.Enough() {
+		return errors.New("faults reach too far: that holds for less than nine of ten")
+	}
+	return nil
 }
 
 func verdict(w io.Writer, results []kill.Result) error {

@@ -63,6 +63,7 @@ kept in memory, and in --state-dir if that is given: then it survives a restart.
 	cmd.Flags().StringArrayVar(&grants, "grant", nil, "directory for volumes, as NAME=DIR; the CO knows it by the same name")
 	cmd.Flags().StringVar(&config.NodeID, "node-id", "fake-node", "answer to NodeGetInfo")
 	cmd.Flags().BoolVar(&config.Staging, "staging", false, "ask for NodeStageVolume")
+	cmd.Flags().BoolVar(&config.Block, "block", false, "make volumes of files that are loop devices; implies --staging")
 	cmd.Flags().BoolVar(&config.LegacyWriters, "legacy-writers", false, "lack the SINGLE_NODE_MULTI_WRITER capability")
 	return cmd
 }

@@ -30,8 +30,8 @@ const (
 
 // embed makes the reference driver what is tested.
 func (s *settings) embed() error {
-	if !slices.Contains([]string{"hostpath", "block", "nfs"}, s.driver) {
-		return fmt.Errorf("--driver %s: there is no such reference driver; there are hostpath, block and nfs", s.driver)
+	if !slices.Contains([]string{"hostpath", "block", "nfs", "fuse", "fuse-classic"}, s.driver) {
+		return fmt.Errorf("--driver %s: there is no such reference driver; there are hostpath, block, nfs, fuse and fuse-classic", s.driver)
 	}
 	dir, err := os.MkdirTemp(s.config.WorkDir, "prepare-sanity-"+s.driver+"-")
 	if err != nil {
@@ -50,8 +50,13 @@ func (s *settings) embed() error {
 	switch s.driver {
 	case "block":
 		s.config.Exec = append(s.config.Exec, "--dir", volumes)
+		s.config.DataDirs = []string{volumes}
 	case "nfs":
 		if err := s.embedNFS(volumes); err != nil {
+			return err
+		}
+	case "fuse", "fuse-classic":
+		if err := s.embedFUSE(dir, volumes, state); err != nil {
 			return err
 		}
 	default:
@@ -101,7 +106,7 @@ func (s *settings) embedExecutor() error {
 
 func newEmbedded() *cobra.Command {
 	cmd := &cobra.Command{Use: embeddedDriver, Hidden: true}
-	for _, driver := range []*cobra.Command{hostpath.NewCommand(), block.NewCommand(), nfs.NewCommand()} {
+	for _, driver := range []*cobra.Command{hostpath.NewCommand(), block.NewCommand(), nfs.NewCommand(), fuseCommand()} {
 		serve := driver.RunE
 		driver.RunE = func(cmd *cobra.Command, args []string) error {
 			ctx, stop := signal.NotifyContext(cmd.Context(), unix.SIGTERM, unix.SIGINT)

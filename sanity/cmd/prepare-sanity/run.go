@@ -80,6 +80,7 @@ that the suite can perform its mount specs as a CO would.`,
 	f.StringArrayVar(&s.grants, "grant", nil, "`NAME=DIR`: a directory the operator granted; may be repeated")
 	f.StringArrayVar(&s.exports, "export", nil, "`HOST:PATH=DIR`: a directory behind network filesystems, as it is reached at the server; may be repeated")
 	f.StringVar(&s.config.StateDir, "state-dir", "", "`directory` of the plugin's state, to be searched for secrets")
+	f.StringArrayVar(&s.config.DataDirs, "data-dir", nil, "`directory` of files that the plugin attaches as loop devices; may be repeated")
 	f.StringArrayVar(&s.config.VolumeIDs, "volume-id", nil, "`id` of a volume that exists, for a plugin that creates none; two let every spec run")
 	f.StringVar(&s.config.WorkDir, "csi.mountdir", "", "as --work-dir")
 	f.StringVar(&s.stagingDir, "csi.stagingdir", "", "as --work-dir")
