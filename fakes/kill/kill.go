@@ -56,9 +56,11 @@ type Result struct {
 	// left behind that ends every spec.
 	Killed   bool     `json:"killed"`
 	KilledBy []string `json:"killed_by"` // names of those specs
-	// FailedSpecs counts all that failed, TotalSpecs all that ran.
+	// FailedSpecs counts all that failed, TotalSpecs all that ran to an end.
 	FailedSpecs int `json:"failed_specs"`
 	TotalSpecs  int `json:"total_specs"`
+	// CouldNotRun counts the specs that had something in the way.
+	CouldNotRun int `json:"could_not_run"`
 
 	// Survived says why the mutant lives.
 	Survived string `json:"-"`
@@ -89,6 +91,8 @@ func (c Commands) Mutant(ctx context.Context, m mutant.Mutant, full bool) (Resul
 			}
 		case "passed":
 			r.TotalSpecs++
+		case "could-not-run":
+			r.CouldNotRun++
 		}
 	}
 	r.Killed = o.code == 1 && !o.late && len(r.KilledBy) > 0
