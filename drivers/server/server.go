@@ -38,6 +38,8 @@ type Options struct {
 	Grace time.Duration
 	// Deadline is DefaultDeadline if zero.
 	Deadline time.Duration
+	// Server are more options of the gRPC server.
+	Server []grpc.ServerOption
 }
 
 // Serve listens on the endpoint and serves the services that register adds,
@@ -58,11 +60,11 @@ func Serve(ctx context.Context, o Options, register func(grpc.ServiceRegistrar))
 	if err != nil {
 		return err
 	}
-	s := grpc.NewServer(grpc.ChainUnaryInterceptor(
+	s := grpc.NewServer(append(o.Server, grpc.ChainUnaryInterceptor(
 		logCalls(o.Log),
 		boundCalls(o.Deadline),
 		checkSizes,
-	))
+	))...)
 	register(s)
 	reflection.Register(s)
 
