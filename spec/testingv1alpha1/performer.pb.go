@@ -10,6 +10,7 @@
 package testingv1alpha1
 
 import (
+	csi "github.com/container-storage-interface/spec/lib/go/csi"
 	preparev1alpha1 "github.com/csi-prepare/csi-prepare/spec/preparev1alpha1"
 	protoreflect "google.golang.org/protobuf/reflect/protoreflect"
 	protoimpl "google.golang.org/protobuf/runtime/protoimpl"
@@ -484,11 +485,313 @@ func (x *RecoverResponse) GetUndone() []string {
 	return nil
 }
 
+type UpRequest struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// The plugin's CSI socket, "unix:///path".
+	Endpoint string `protobuf:"bytes,1,opt,name=endpoint,proto3" json:"endpoint,omitempty"`
+	VolumeId string `protobuf:"bytes,2,opt,name=volume_id,json=volumeId,proto3" json:"volume_id,omitempty"`
+	// The consumer's name, [A-Za-z0-9._-]: no other consumer has it.
+	Consumer         string                `protobuf:"bytes,3,opt,name=consumer,proto3" json:"consumer,omitempty"`
+	VolumeCapability *csi.VolumeCapability `protobuf:"bytes,4,opt,name=volume_capability,json=volumeCapability,proto3" json:"volume_capability,omitempty"`
+	Readonly         bool                  `protobuf:"varint,5,opt,name=readonly,proto3" json:"readonly,omitempty"`
+	Target           *Target               `protobuf:"bytes,6,opt,name=target,proto3" json:"target,omitempty"`
+	unknownFields    protoimpl.UnknownFields
+	sizeCache        protoimpl.SizeCache
+}
+
+func (x *UpRequest) Reset() {
+	*x = UpRequest{}
+	mi := &file_csi_prepare_testing_v1alpha1_performer_proto_msgTypes[8]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *UpRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*UpRequest) ProtoMessage() {}
+
+func (x *UpRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_csi_prepare_testing_v1alpha1_performer_proto_msgTypes[8]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use UpRequest.ProtoReflect.Descriptor instead.
+func (*UpRequest) Descriptor() ([]byte, []int) {
+	return file_csi_prepare_testing_v1alpha1_performer_proto_rawDescGZIP(), []int{8}
+}
+
+func (x *UpRequest) GetEndpoint() string {
+	if x != nil {
+		return x.Endpoint
+	}
+	return ""
+}
+
+func (x *UpRequest) GetVolumeId() string {
+	if x != nil {
+		return x.VolumeId
+	}
+	return ""
+}
+
+func (x *UpRequest) GetConsumer() string {
+	if x != nil {
+		return x.Consumer
+	}
+	return ""
+}
+
+func (x *UpRequest) GetVolumeCapability() *csi.VolumeCapability {
+	if x != nil {
+		return x.VolumeCapability
+	}
+	return nil
+}
+
+func (x *UpRequest) GetReadonly() bool {
+	if x != nil {
+		return x.Readonly
+	}
+	return false
+}
+
+func (x *UpRequest) GetTarget() *Target {
+	if x != nil {
+		return x.Target
+	}
+	return nil
+}
+
+// UNIMPLEMENTED: the plugin has no NodePrepare, and this CO knows no
+// other way. Otherwise the code does not matter: unless it is OK,
+// nothing is performed, and the plugin is told so.
+type UpResponse struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *UpResponse) Reset() {
+	*x = UpResponse{}
+	mi := &file_csi_prepare_testing_v1alpha1_performer_proto_msgTypes[9]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *UpResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*UpResponse) ProtoMessage() {}
+
+func (x *UpResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_csi_prepare_testing_v1alpha1_performer_proto_msgTypes[9]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use UpResponse.ProtoReflect.Descriptor instead.
+func (*UpResponse) Descriptor() ([]byte, []int) {
+	return file_csi_prepare_testing_v1alpha1_performer_proto_rawDescGZIP(), []int{9}
+}
+
+type DownRequest struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Endpoint      string                 `protobuf:"bytes,1,opt,name=endpoint,proto3" json:"endpoint,omitempty"`
+	VolumeId      string                 `protobuf:"bytes,2,opt,name=volume_id,json=volumeId,proto3" json:"volume_id,omitempty"`
+	Consumer      string                 `protobuf:"bytes,3,opt,name=consumer,proto3" json:"consumer,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *DownRequest) Reset() {
+	*x = DownRequest{}
+	mi := &file_csi_prepare_testing_v1alpha1_performer_proto_msgTypes[10]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *DownRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*DownRequest) ProtoMessage() {}
+
+func (x *DownRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_csi_prepare_testing_v1alpha1_performer_proto_msgTypes[10]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use DownRequest.ProtoReflect.Descriptor instead.
+func (*DownRequest) Descriptor() ([]byte, []int) {
+	return file_csi_prepare_testing_v1alpha1_performer_proto_rawDescGZIP(), []int{10}
+}
+
+func (x *DownRequest) GetEndpoint() string {
+	if x != nil {
+		return x.Endpoint
+	}
+	return ""
+}
+
+func (x *DownRequest) GetVolumeId() string {
+	if x != nil {
+		return x.VolumeId
+	}
+	return ""
+}
+
+func (x *DownRequest) GetConsumer() string {
+	if x != nil {
+		return x.Consumer
+	}
+	return ""
+}
+
+type DownResponse struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *DownResponse) Reset() {
+	*x = DownResponse{}
+	mi := &file_csi_prepare_testing_v1alpha1_performer_proto_msgTypes[11]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *DownResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*DownResponse) ProtoMessage() {}
+
+func (x *DownResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_csi_prepare_testing_v1alpha1_performer_proto_msgTypes[11]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use DownResponse.ProtoReflect.Descriptor instead.
+func (*DownResponse) Descriptor() ([]byte, []int) {
+	return file_csi_prepare_testing_v1alpha1_performer_proto_rawDescGZIP(), []int{11}
+}
+
+type ResumeRequest struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Of plugins to ask besides those in the record.
+	Endpoints     []string `protobuf:"bytes,1,rep,name=endpoints,proto3" json:"endpoints,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *ResumeRequest) Reset() {
+	*x = ResumeRequest{}
+	mi := &file_csi_prepare_testing_v1alpha1_performer_proto_msgTypes[12]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *ResumeRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*ResumeRequest) ProtoMessage() {}
+
+func (x *ResumeRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_csi_prepare_testing_v1alpha1_performer_proto_msgTypes[12]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use ResumeRequest.ProtoReflect.Descriptor instead.
+func (*ResumeRequest) Descriptor() ([]byte, []int) {
+	return file_csi_prepare_testing_v1alpha1_performer_proto_rawDescGZIP(), []int{12}
+}
+
+func (x *ResumeRequest) GetEndpoints() []string {
+	if x != nil {
+		return x.Endpoints
+	}
+	return nil
+}
+
+type ResumeResponse struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *ResumeResponse) Reset() {
+	*x = ResumeResponse{}
+	mi := &file_csi_prepare_testing_v1alpha1_performer_proto_msgTypes[13]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *ResumeResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*ResumeResponse) ProtoMessage() {}
+
+func (x *ResumeResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_csi_prepare_testing_v1alpha1_performer_proto_msgTypes[13]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use ResumeResponse.ProtoReflect.Descriptor instead.
+func (*ResumeResponse) Descriptor() ([]byte, []int) {
+	return file_csi_prepare_testing_v1alpha1_performer_proto_rawDescGZIP(), []int{13}
+}
+
 var File_csi_prepare_testing_v1alpha1_performer_proto protoreflect.FileDescriptor
 
 const file_csi_prepare_testing_v1alpha1_performer_proto_rawDesc = "" +
 	"\n" +
-	",csi/prepare/testing/v1alpha1/performer.proto\x12\x1ccsi.prepare.testing.v1alpha1\x1a\"csi/prepare/v1alpha1/prepare.proto\"N\n" +
+	",csi/prepare/testing/v1alpha1/performer.proto\x12\x1ccsi.prepare.testing.v1alpha1\x1a\tcsi.proto\x1a\"csi/prepare/v1alpha1/prepare.proto\"N\n" +
 	"\x06Target\x12\x1c\n" +
 	"\tnamespace\x18\x01 \x01(\tR\tnamespace\x12\x12\n" +
 	"\x04root\x18\x02 \x01(\tR\x04root\x12\x12\n" +
@@ -519,11 +822,32 @@ const file_csi_prepare_testing_v1alpha1_performer_proto_rawDesc = "" +
 	"\x0eRecoverRequest\"G\n" +
 	"\x0fRecoverResponse\x12\x1c\n" +
 	"\tperformed\x18\x01 \x03(\tR\tperformed\x12\x16\n" +
-	"\x06undone\x18\x02 \x03(\tR\x06undone2\xc0\x02\n" +
+	"\x06undone\x18\x02 \x03(\tR\x06undone\"\x81\x02\n" +
+	"\tUpRequest\x12\x1a\n" +
+	"\bendpoint\x18\x01 \x01(\tR\bendpoint\x12\x1b\n" +
+	"\tvolume_id\x18\x02 \x01(\tR\bvolumeId\x12\x1a\n" +
+	"\bconsumer\x18\x03 \x01(\tR\bconsumer\x12E\n" +
+	"\x11volume_capability\x18\x04 \x01(\v2\x18.csi.v1.VolumeCapabilityR\x10volumeCapability\x12\x1a\n" +
+	"\breadonly\x18\x05 \x01(\bR\breadonly\x12<\n" +
+	"\x06target\x18\x06 \x01(\v2$.csi.prepare.testing.v1alpha1.TargetR\x06target\"\f\n" +
+	"\n" +
+	"UpResponse\"b\n" +
+	"\vDownRequest\x12\x1a\n" +
+	"\bendpoint\x18\x01 \x01(\tR\bendpoint\x12\x1b\n" +
+	"\tvolume_id\x18\x02 \x01(\tR\bvolumeId\x12\x1a\n" +
+	"\bconsumer\x18\x03 \x01(\tR\bconsumer\"\x0e\n" +
+	"\fDownResponse\"-\n" +
+	"\rResumeRequest\x12\x1c\n" +
+	"\tendpoints\x18\x01 \x03(\tR\tendpoints\"\x10\n" +
+	"\x0eResumeResponse2\xc0\x02\n" +
 	"\tPerformer\x12h\n" +
 	"\aPerform\x12,.csi.prepare.testing.v1alpha1.PerformRequest\x1a-.csi.prepare.testing.v1alpha1.PerformResponse\"\x00\x12_\n" +
 	"\x04Undo\x12).csi.prepare.testing.v1alpha1.UndoRequest\x1a*.csi.prepare.testing.v1alpha1.UndoResponse\"\x00\x12h\n" +
-	"\aRecover\x12,.csi.prepare.testing.v1alpha1.RecoverRequest\x1a-.csi.prepare.testing.v1alpha1.RecoverResponse\"\x00B9Z7github.com/csi-prepare/csi-prepare/spec/testingv1alpha1b\x06proto3"
+	"\aRecover\x12,.csi.prepare.testing.v1alpha1.RecoverRequest\x1a-.csi.prepare.testing.v1alpha1.RecoverResponse\"\x002\xb1\x02\n" +
+	"\fOrchestrator\x12Y\n" +
+	"\x02Up\x12'.csi.prepare.testing.v1alpha1.UpRequest\x1a(.csi.prepare.testing.v1alpha1.UpResponse\"\x00\x12_\n" +
+	"\x04Down\x12).csi.prepare.testing.v1alpha1.DownRequest\x1a*.csi.prepare.testing.v1alpha1.DownResponse\"\x00\x12e\n" +
+	"\x06Resume\x12+.csi.prepare.testing.v1alpha1.ResumeRequest\x1a,.csi.prepare.testing.v1alpha1.ResumeResponse\"\x00B9Z7github.com/csi-prepare/csi-prepare/spec/testingv1alpha1b\x06proto3"
 
 var (
 	file_csi_prepare_testing_v1alpha1_performer_proto_rawDescOnce sync.Once
@@ -537,7 +861,7 @@ func file_csi_prepare_testing_v1alpha1_performer_proto_rawDescGZIP() []byte {
 	return file_csi_prepare_testing_v1alpha1_performer_proto_rawDescData
 }
 
-var file_csi_prepare_testing_v1alpha1_performer_proto_msgTypes = make([]protoimpl.MessageInfo, 9)
+var file_csi_prepare_testing_v1alpha1_performer_proto_msgTypes = make([]protoimpl.MessageInfo, 15)
 var file_csi_prepare_testing_v1alpha1_performer_proto_goTypes = []any{
 	(*Target)(nil),                    // 0: csi.prepare.testing.v1alpha1.Target
 	(*Request)(nil),                   // 1: csi.prepare.testing.v1alpha1.Request
@@ -547,28 +871,43 @@ var file_csi_prepare_testing_v1alpha1_performer_proto_goTypes = []any{
 	(*UndoResponse)(nil),              // 5: csi.prepare.testing.v1alpha1.UndoResponse
 	(*RecoverRequest)(nil),            // 6: csi.prepare.testing.v1alpha1.RecoverRequest
 	(*RecoverResponse)(nil),           // 7: csi.prepare.testing.v1alpha1.RecoverResponse
-	nil,                               // 8: csi.prepare.testing.v1alpha1.Request.GrantsEntry
-	(*preparev1alpha1.Performer)(nil), // 9: csi.prepare.v1alpha1.Performer
-	(*preparev1alpha1.MountSpec)(nil), // 10: csi.prepare.v1alpha1.MountSpec
+	(*UpRequest)(nil),                 // 8: csi.prepare.testing.v1alpha1.UpRequest
+	(*UpResponse)(nil),                // 9: csi.prepare.testing.v1alpha1.UpResponse
+	(*DownRequest)(nil),               // 10: csi.prepare.testing.v1alpha1.DownRequest
+	(*DownResponse)(nil),              // 11: csi.prepare.testing.v1alpha1.DownResponse
+	(*ResumeRequest)(nil),             // 12: csi.prepare.testing.v1alpha1.ResumeRequest
+	(*ResumeResponse)(nil),            // 13: csi.prepare.testing.v1alpha1.ResumeResponse
+	nil,                               // 14: csi.prepare.testing.v1alpha1.Request.GrantsEntry
+	(*preparev1alpha1.Performer)(nil), // 15: csi.prepare.v1alpha1.Performer
+	(*preparev1alpha1.MountSpec)(nil), // 16: csi.prepare.v1alpha1.MountSpec
+	(*csi.VolumeCapability)(nil),      // 17: csi.v1.VolumeCapability
 }
 var file_csi_prepare_testing_v1alpha1_performer_proto_depIdxs = []int32{
-	9,  // 0: csi.prepare.testing.v1alpha1.Request.performer:type_name -> csi.prepare.v1alpha1.Performer
-	8,  // 1: csi.prepare.testing.v1alpha1.Request.grants:type_name -> csi.prepare.testing.v1alpha1.Request.GrantsEntry
+	15, // 0: csi.prepare.testing.v1alpha1.Request.performer:type_name -> csi.prepare.v1alpha1.Performer
+	14, // 1: csi.prepare.testing.v1alpha1.Request.grants:type_name -> csi.prepare.testing.v1alpha1.Request.GrantsEntry
 	0,  // 2: csi.prepare.testing.v1alpha1.PerformRequest.target:type_name -> csi.prepare.testing.v1alpha1.Target
 	1,  // 3: csi.prepare.testing.v1alpha1.PerformRequest.request:type_name -> csi.prepare.testing.v1alpha1.Request
-	10, // 4: csi.prepare.testing.v1alpha1.PerformRequest.mount_specs:type_name -> csi.prepare.v1alpha1.MountSpec
+	16, // 4: csi.prepare.testing.v1alpha1.PerformRequest.mount_specs:type_name -> csi.prepare.v1alpha1.MountSpec
 	0,  // 5: csi.prepare.testing.v1alpha1.UndoRequest.target:type_name -> csi.prepare.testing.v1alpha1.Target
-	2,  // 6: csi.prepare.testing.v1alpha1.Performer.Perform:input_type -> csi.prepare.testing.v1alpha1.PerformRequest
-	4,  // 7: csi.prepare.testing.v1alpha1.Performer.Undo:input_type -> csi.prepare.testing.v1alpha1.UndoRequest
-	6,  // 8: csi.prepare.testing.v1alpha1.Performer.Recover:input_type -> csi.prepare.testing.v1alpha1.RecoverRequest
-	3,  // 9: csi.prepare.testing.v1alpha1.Performer.Perform:output_type -> csi.prepare.testing.v1alpha1.PerformResponse
-	5,  // 10: csi.prepare.testing.v1alpha1.Performer.Undo:output_type -> csi.prepare.testing.v1alpha1.UndoResponse
-	7,  // 11: csi.prepare.testing.v1alpha1.Performer.Recover:output_type -> csi.prepare.testing.v1alpha1.RecoverResponse
-	9,  // [9:12] is the sub-list for method output_type
-	6,  // [6:9] is the sub-list for method input_type
-	6,  // [6:6] is the sub-list for extension type_name
-	6,  // [6:6] is the sub-list for extension extendee
-	0,  // [0:6] is the sub-list for field type_name
+	17, // 6: csi.prepare.testing.v1alpha1.UpRequest.volume_capability:type_name -> csi.v1.VolumeCapability
+	0,  // 7: csi.prepare.testing.v1alpha1.UpRequest.target:type_name -> csi.prepare.testing.v1alpha1.Target
+	2,  // 8: csi.prepare.testing.v1alpha1.Performer.Perform:input_type -> csi.prepare.testing.v1alpha1.PerformRequest
+	4,  // 9: csi.prepare.testing.v1alpha1.Performer.Undo:input_type -> csi.prepare.testing.v1alpha1.UndoRequest
+	6,  // 10: csi.prepare.testing.v1alpha1.Performer.Recover:input_type -> csi.prepare.testing.v1alpha1.RecoverRequest
+	8,  // 11: csi.prepare.testing.v1alpha1.Orchestrator.Up:input_type -> csi.prepare.testing.v1alpha1.UpRequest
+	10, // 12: csi.prepare.testing.v1alpha1.Orchestrator.Down:input_type -> csi.prepare.testing.v1alpha1.DownRequest
+	12, // 13: csi.prepare.testing.v1alpha1.Orchestrator.Resume:input_type -> csi.prepare.testing.v1alpha1.ResumeRequest
+	3,  // 14: csi.prepare.testing.v1alpha1.Performer.Perform:output_type -> csi.prepare.testing.v1alpha1.PerformResponse
+	5,  // 15: csi.prepare.testing.v1alpha1.Performer.Undo:output_type -> csi.prepare.testing.v1alpha1.UndoResponse
+	7,  // 16: csi.prepare.testing.v1alpha1.Performer.Recover:output_type -> csi.prepare.testing.v1alpha1.RecoverResponse
+	9,  // 17: csi.prepare.testing.v1alpha1.Orchestrator.Up:output_type -> csi.prepare.testing.v1alpha1.UpResponse
+	11, // 18: csi.prepare.testing.v1alpha1.Orchestrator.Down:output_type -> csi.prepare.testing.v1alpha1.DownResponse
+	13, // 19: csi.prepare.testing.v1alpha1.Orchestrator.Resume:output_type -> csi.prepare.testing.v1alpha1.ResumeResponse
+	14, // [14:20] is the sub-list for method output_type
+	8,  // [8:14] is the sub-list for method input_type
+	8,  // [8:8] is the sub-list for extension type_name
+	8,  // [8:8] is the sub-list for extension extendee
+	0,  // [0:8] is the sub-list for field type_name
 }
 
 func init() { file_csi_prepare_testing_v1alpha1_performer_proto_init() }
@@ -582,9 +921,9 @@ func file_csi_prepare_testing_v1alpha1_performer_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_csi_prepare_testing_v1alpha1_performer_proto_rawDesc), len(file_csi_prepare_testing_v1alpha1_performer_proto_rawDesc)),
 			NumEnums:      0,
-			NumMessages:   9,
+			NumMessages:   15,
 			NumExtensions: 0,
-			NumServices:   1,
+			NumServices:   2,
 		},
 		GoTypes:           file_csi_prepare_testing_v1alpha1_performer_proto_goTypes,
 		DependencyIndexes: file_csi_prepare_testing_v1alpha1_performer_proto_depIdxs,

@@ -206,3 +206,197 @@ var Performer_ServiceDesc = grpc.ServiceDesc{
 	Streams:  []grpc.StreamDesc{},
 	Metadata: "csi/prepare/testing/v1alpha1/performer.proto",
 }
+
+const (
+	Orchestrator_Up_FullMethodName     = "/csi.prepare.testing.v1alpha1.Orchestrator/Up"
+	Orchestrator_Down_FullMethodName   = "/csi.prepare.testing.v1alpha1.Orchestrator/Down"
+	Orchestrator_Resume_FullMethodName = "/csi.prepare.testing.v1alpha1.Orchestrator/Resume"
+)
+
+// OrchestratorClient is the client API for Orchestrator service.
+//
+// For semantics around ctx use and closing/ending streaming RPCs, please refer to https://pkg.go.dev/google.golang.org/grpc/?tab=doc#ClientConn.NewStream.
+//
+// What a CO may serve besides, at the same socket. Then the suite is
+// the plugin it talks to; what it asks of that, and when, is tested.
+type OrchestratorClient interface {
+	// Makes a volume visible to a consumer, by whatever calls of the
+	// plugin that takes. A repeat with the same arguments is OK.
+	Up(ctx context.Context, in *UpRequest, opts ...grpc.CallOption) (*UpResponse, error)
+	// Takes the volume away from the consumer again. Idempotent.
+	Down(ctx context.Context, in *DownRequest, opts ...grpc.CallOption) (*DownResponse, error)
+	// Follows the start of a successor: it brings what a killed one left
+	// to "up" or "nothing left", from its durable record.
+	Resume(ctx context.Context, in *ResumeRequest, opts ...grpc.CallOption) (*ResumeResponse, error)
+}
+
+type orchestratorClient struct {
+	cc grpc.ClientConnInterface
+}
+
+func NewOrchestratorClient(cc grpc.ClientConnInterface) OrchestratorClient {
+	return &orchestratorClient{cc}
+}
+
+func (c *orchestratorClient) Up(ctx context.Context, in *UpRequest, opts ...grpc.CallOption) (*UpResponse, error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	out := new(UpResponse)
+	err := c.cc.Invoke(ctx, Orchestrator_Up_FullMethodName, in, out, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	return out, nil
+}
+
+func (c *orchestratorClient) Down(ctx context.Context, in *DownRequest, opts ...grpc.CallOption) (*DownResponse, error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	out := new(DownResponse)
+	err := c.cc.Invoke(ctx, Orchestrator_Down_FullMethodName, in, out, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	return out, nil
+}
+
+func (c *orchestratorClient) Resume(ctx context.Context, in *ResumeRequest, opts ...grpc.CallOption) (*ResumeResponse, error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	out := new(ResumeResponse)
+	err := c.cc.Invoke(ctx, Orchestrator_Resume_FullMethodName, in, out, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	return out, nil
+}
+
+// OrchestratorServer is the server API for Orchestrator service.
+// All implementations must embed UnimplementedOrchestratorServer
+// for forward compatibility.
+//
+// What a CO may serve besides, at the same socket. Then the suite is
+// the plugin it talks to; what it asks of that, and when, is tested.
+type OrchestratorServer interface {
+	// Makes a volume visible to a consumer, by whatever calls of the
+	// plugin that takes. A repeat with the same arguments is OK.
+	Up(context.Context, *UpRequest) (*UpResponse, error)
+	// Takes the volume away from the consumer again. Idempotent.
+	Down(context.Context, *DownRequest) (*DownResponse, error)
+	// Follows the start of a successor: it brings what a killed one left
+	// to "up" or "nothing left", from its durable record.
+	Resume(context.Context, *ResumeRequest) (*ResumeResponse, error)
+	mustEmbedUnimplementedOrchestratorServer()
+}
+
+// UnimplementedOrchestratorServer must be embedded to have
+// forward compatible implementations.
+//
+// NOTE: this should be embedded by value instead of pointer to avoid a nil
+// pointer dereference when methods are called.
+type UnimplementedOrchestratorServer struct{}
+
+func (UnimplementedOrchestratorServer) Up(context.Context, *UpRequest) (*UpResponse, error) {
+	return nil, status.Error(codes.Unimplemented, "method Up not implemented")
+}
+func (UnimplementedOrchestratorServer) Down(context.Context, *DownRequest) (*DownResponse, error) {
+	return nil, status.Error(codes.Unimplemented, "method Down not implemented")
+}
+func (UnimplementedOrchestratorServer) Resume(context.Context, *ResumeRequest) (*ResumeResponse, error) {
+	return nil, status.Error(codes.Unimplemented, "method Resume not implemented")
+}
+func (UnimplementedOrchestratorServer) mustEmbedUnimplementedOrchestratorServer() {}
+func (UnimplementedOrchestratorServer) testEmbeddedByValue()                      {}
+
+// UnsafeOrchestratorServer may be embedded to opt out of forward compatibility for this service.
+// Use of this interface is not recommended, as added methods to OrchestratorServer will
+// result in compilation errors.
+type UnsafeOrchestratorServer interface {
+	mustEmbedUnimplementedOrchestratorServer()
+}
+
+func RegisterOrchestratorServer(s grpc.ServiceRegistrar, srv OrchestratorServer) {
+	// If the following call panics, it indicates UnimplementedOrchestratorServer was
+	// embedded by pointer and is nil.  This will cause panics if an
+	// unimplemented method is ever invoked, so we test this at initialization
+	// time to prevent it from happening at runtime later due to I/O.
+	if t, ok := srv.(interface{ testEmbeddedByValue() }); ok {
+		t.testEmbeddedByValue()
+	}
+	s.RegisterService(&Orchestrator_ServiceDesc, srv)
+}
+
+func _Orchestrator_Up_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
+	in := new(UpRequest)
+	if err := dec(in); err != nil {
+		return nil, err
+	}
+	if interceptor == nil {
+		return srv.(OrchestratorServer).Up(ctx, in)
+	}
+	info := &grpc.UnaryServerInfo{
+		Server:     srv,
+		FullMethod: Orchestrator_Up_FullMethodName,
+	}
+	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
+		return srv.(OrchestratorServer).Up(ctx, req.(*UpRequest))
+	}
+	return interceptor(ctx, in, info, handler)
+}
+
+func _Orchestrator_Down_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
+	in := new(DownRequest)
+	if err := dec(in); err != nil {
+		return nil, err
+	}
+	if interceptor == nil {
+		return srv.(OrchestratorServer).Down(ctx, in)
+	}
+	info := &grpc.UnaryServerInfo{
+		Server:     srv,
+		FullMethod: Orchestrator_Down_FullMethodName,
+	}
+	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
+		return srv.(OrchestratorServer).Down(ctx, req.(*DownRequest))
+	}
+	return interceptor(ctx, in, info, handler)
+}
+
+func _Orchestrator_Resume_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
+	in := new(ResumeRequest)
+	if err := dec(in); err != nil {
+		return nil, err
+	}
+	if interceptor == nil {
+		return srv.(OrchestratorServer).Resume(ctx, in)
+	}
+	info := &grpc.UnaryServerInfo{
+		Server:     srv,
+		FullMethod: Orchestrator_Resume_FullMethodName,
+	}
+	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
+		return srv.(OrchestratorServer).Resume(ctx, req.(*ResumeRequest))
+	}
+	return interceptor(ctx, in, info, handler)
+}
+
+// Orchestrator_ServiceDesc is the grpc.ServiceDesc for Orchestrator service.
+// It's only intended for direct use with grpc.RegisterService,
+// and not to be introspected or modified (even as a copy)
+var Orchestrator_ServiceDesc = grpc.ServiceDesc{
+	ServiceName: "csi.prepare.testing.v1alpha1.Orchestrator",
+	HandlerType: (*OrchestratorServer)(nil),
+	Methods: []grpc.MethodDesc{
+		{
+			MethodName: "Up",
+			Handler:    _Orchestrator_Up_Handler,
+		},
+		{
+			MethodName: "Down",
+			Handler:    _Orchestrator_Down_Handler,
+		},
+		{
+			MethodName: "Resume",
+			Handler:    _Orchestrator_Resume_Handler,
+		},
+	},
+	Streams:  []grpc.StreamDesc{},
+	Metadata: "csi/prepare/testing/v1alpha1/performer.proto",
+}
