@@ -5,14 +5,12 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
-	"io"
 	"os"
 	"strconv"
 	"strings"
 	"syscall"
 	"time"
 
-	"golang.org/x/sys/unix"
 	"google.golang.org/protobuf/proto"
 
 	"github.com/csi-prepare/csi-prepare/reference/fusemount"
@@ -27,9 +25,6 @@ import (
 // childName is argv[0] of a child, by which it knows what it is.
 const childName = "csi-prepare-step"
 
-// firstInherited is the descriptor of the lock in a child.
-const firstInherited = 3
-
 var childReady bool
 
 // Child has to be called first thing in main. In a process that a CO started
@@ -38,7 +33,7 @@ var childReady bool
 func Child() {
 	perform.MainIfChild()
 	if os.Args[0] == childName {
-		os.Exit(runChild(os.Stdin, os.Stdout))
+		os.Exit(runChild())
 	}
 	childReady = true
 }
@@ -52,8 +47,8 @@ const (
 	actFree    = "free"    // whether nobody has Devices in use
 )
 
-// job is what a child is told to do, on its standard input: nothing of it is
-// in an argument or the environment.
+// job is what a child is told to do, over its socket: nothing of it is in an
+// argument or the environment.
 type job struct {
 	Act string
 	// Response is the NodePrepareVolumeResponse to perform.
@@ -65,22 +60,23 @@ type job struct {
 	Staging, Prepare string
 	Path             string
 	Settings         Settings
-	// Namespace and Root are the numbers of inherited descriptors, 0 for
-	// none; Inherited is how many there are.
+	// Namespace and Root are indexes of the files that came along, 0, which
+	// is the lock, for none.
 	Namespace, Root int
 	Handles         []handleFD
-	Inherited       int
+
+	files []*os.File
 }
 
-// handleFD is a master in a child.
+// handleFD is a master in a child, by indexes of files.
 type handleFD struct {
 	ID               string
 	FUSE             bool
 	Mount, Namespace int
 }
 
-// message is what a child says, on its standard output: what to make durable,
-// which it waits for, and then how it ended.
+// message is what a child says: what to make durable, which it waits for, and
+// then how its step ended.
 type message struct {
 	Receipts []perform.Receipt
 	Devices  []Device
@@ -88,51 +84,74 @@ type message struct {
 	Fault    *fault
 }
 
-// runChild does one job. It ends with its parent, whose end closes its
-// standard input: what it holds then is in no namespace, or in the ledger.
-func runChild(in io.Reader, out io.Writer) int {
-	d := json.NewDecoder(in)
-	var j job
-	if err := d.Decode(&j); err != nil {
+// runChild does jobs until its parent ends, and ends with it also in the middle
+// of one: what it holds then is in no namespace, or in the ledger.
+func runChild() int {
+	conn, err := socketOf(childSocket)
+	if err != nil {
 		return 1
 	}
-	durable := make(chan struct{})
+	type received struct {
+		text  []byte
+		files []*os.File
+	}
+	next := make(chan received)
 	go func() {
 		for {
-			var yes bool
-			if d.Decode(&yes) != nil || !yes {
-				os.Exit(1)
+			text, files, err := receive(conn)
+			if err != nil {
+				os.Exit(0)
 			}
-			durable <- struct{}{}
+			next <- received{text, files}
 		}
 	}()
-	// A child of this process, if a step needs one, is none of theirs.
-	for fd := firstInherited; fd < firstInherited+j.Inherited; fd++ {
-		unix.CloseOnExec(fd)
-	}
-	e := json.NewEncoder(out)
-	done, err := j.do(context.Background(), func(m message) error { // the parent kills
-		if err := e.Encode(m); err != nil {
-			return err
+	for r := range next {
+		j := job{files: r.files}
+		if json.Unmarshal(r.text, &j) != nil {
+			return 1
 		}
-		<-durable
-		return nil
-	})
-	done.Done, done.Fault = true, faultOf(err)
-	if e.Encode(done) != nil {
-		return 1
+		done, err := j.do(context.Background(), func(m message) error { // the parent kills
+			if err := send(conn, m); err != nil {
+				return err
+			}
+			<-next // it is durable
+			return nil
+		})
+		// The lock first of all: the parent may take it again at once.
+		closeAll(j.files)
+		done.Done, done.Fault = true, faultOf(err)
+		if send(conn, done) != nil {
+			return 1
+		}
 	}
 	return 0
 }
 
+// file takes a file that came along, nil for index 0.
+func (j *job) file(index int) *os.File {
+	if index <= 0 || index >= len(j.files) {
+		return nil
+	}
+	f := j.files[index]
+	j.files[index] = nil
+	return f
+}
+
 func (j *job) do(ctx context.Context, journal func(message) error) (done message, err error) {
 	var ns *mountns.Namespace
-	if j.Namespace != 0 {
-		if ns, err = mountns.FromFile(os.NewFile(uintptr(j.Namespace), "namespace")); err != nil {
+	if f := j.file(j.Namespace); f != nil {
+		if ns, err = mountns.FromFile(f); err != nil {
 			return done, err
 		}
+		defer ns.Close()
 	}
 	masters, err := j.masters()
+	defer func() {
+		for _, m := range masters {
+			_ = m.File().Close() // where it is received, Close does it again
+			_ = m.Close()
+		}
+	}()
 	if err != nil {
 		return done, err
 	}
@@ -162,13 +181,13 @@ func (j *job) do(ctx context.Context, journal func(message) error) (done message
 func (j *job) masters() (map[string]*master.Mount, error) {
 	masters := map[string]*master.Mount{}
 	for _, h := range j.Handles {
-		var ns *os.File
-		if h.Namespace != 0 {
-			ns = os.NewFile(uintptr(h.Namespace), "namespace of a master")
+		mount := j.file(h.Mount)
+		if mount == nil {
+			return masters, fmt.Errorf("handle %q: no file came along", h.ID)
 		}
-		m, err := master.Inherited(os.NewFile(uintptr(h.Mount), "master"), ns)
+		m, err := master.Inherited(mount, j.file(h.Namespace))
 		if err != nil {
-			return nil, err
+			return masters, err
 		}
 		masters[h.ID] = m
 	}
@@ -202,16 +221,17 @@ func (j *job) perform(ctx context.Context, ns *mountns.Namespace, masters map[st
 		return nil, err
 	}
 	devices := unused(specs)
-	target := perform.Target{Namespace: ns, Path: j.Path}
-	if j.Root != 0 {
-		target.Root = os.NewFile(uintptr(j.Root), "root")
+	root := j.file(j.Root)
+	if root != nil {
+		defer root.Close()
 	}
+	target := perform.Target{Namespace: ns, Root: root, Path: j.Path}
 	done, err := perform.Perform(ctx, target, specs, perform.Options{
 		Request: j.Request, Staging: j.Staging, Prepare: j.Prepare, Masters: masters,
 		Grants: j.Settings.Grants, Policy: j.Settings.Mount(), Timeout: time.Duration(j.Settings.StepDeadline),
 		Journal: func(r []perform.Receipt) error {
 			// Links may have led elsewhere: the place is looked at again.
-			if err := j.Settings.CheckTarget(j.inRoot(r[0].Target), j.Request.Block); err != nil {
+			if err := j.Settings.CheckTarget(inRoot(root, r[0].Target), j.Request.Block); err != nil {
 				return err
 			}
 			return journal(message{Receipts: r, Devices: devices})
@@ -247,15 +267,15 @@ func (j *job) replace(ctx context.Context, ns *mountns.Namespace, with *master.M
 }
 
 // inRoot returns a path of the namespace as the consumer sees it.
-func (j *job) inRoot(place string) string {
-	if j.Root == 0 {
+func inRoot(root *os.File, place string) string {
+	if root == nil {
 		return place
 	}
-	root, err := os.Readlink("/proc/self/fd/" + strconv.Itoa(j.Root))
-	if err != nil || root == "/" {
+	dir, err := os.Readlink("/proc/self/fd/" + strconv.Itoa(int(root.Fd())))
+	if err != nil || dir == "/" {
 		return place
 	}
-	if below, ok := strings.CutPrefix(place, root+"/"); ok {
+	if below, ok := strings.CutPrefix(place, dir+"/"); ok {
 		return "/" + below
 	}
 	return place

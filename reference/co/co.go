@@ -47,7 +47,8 @@ type CO struct {
 	ledger *ledger
 	boot   string
 
-	volumes flights
+	volumes  flights
+	children children
 
 	ctx    context.Context // ends with Close
 	cancel context.CancelFunc
@@ -117,6 +118,7 @@ func (c *CO) Close() error {
 		errs = append(errs, ch.Close())
 	}
 	c.tasks.Wait()
+	c.children.close()
 	for _, p := range c.plugins {
 		errs = append(errs, p.conn.Close())
 	}

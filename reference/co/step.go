@@ -1,16 +1,15 @@
 package co
 
 import (
-	"bytes"
 	"context"
+	"encoding/binary"
 	"encoding/json"
 	"errors"
 	"fmt"
 	"io"
+	"net"
 	"os"
-	"os/exec"
 	"sync"
-	"syscall"
 	"time"
 
 	"golang.org/x/sys/unix"
@@ -35,9 +34,9 @@ func (e *PendingError) Error() string {
 // reapTime is how long a killed child is waited for.
 const reapTime = time.Second
 
-// hold takes a preparation for one operation. Children inherit the lock, so
-// that a successor of this process too finds it taken until they have ended,
-// which they do when this process does.
+// hold takes a preparation for one operation. Children have the lock too while
+// they do a step, so that a successor of this process also finds it taken until
+// they have ended, which they do when this process does.
 func (c *CO) hold(ctx context.Context, k Key) (*os.File, error) {
 	end := time.Now().Add(reapTime)
 	for {
@@ -64,43 +63,25 @@ type task struct {
 	unblock func()
 }
 
-// step does a task in a child of its own, at most for the deadline.
+// step does a task in a child, at most for the deadline.
 func (c *CO) step(ctx context.Context, k Key, lock *os.File, t task) (message, error) {
 	ctx, cancel := context.WithTimeout(ctx, time.Duration(t.Settings.StepDeadline))
 	defer cancel()
-	if c.inProcess && t.namespace == nil && t.root == nil && len(t.handles) == 0 {
-		return t.do(ctx, t.journal)
-	}
-
-	cmd := exec.Command("/proc/self/exe")
-	cmd.Args, cmd.Env = []string{childName}, []string{}
-	// An interrupt at the terminal is for this process to decide about.
-	cmd.SysProcAttr = &syscall.SysProcAttr{Setpgid: true}
-	cmd.ExtraFiles = []*os.File{lock}
-	inherit := func(f *os.File) int {
+	with := []*os.File{lock}
+	along := func(f *os.File) int {
 		if f == nil {
 			return 0
 		}
-		cmd.ExtraFiles = append(cmd.ExtraFiles, f)
-		return firstInherited - 1 + len(cmd.ExtraFiles)
+		with = append(with, f)
+		return len(with) - 1
 	}
-	t.Namespace, t.Root = inherit(t.namespace), inherit(t.root)
+	t.Namespace, t.Root = along(t.namespace), along(t.root)
 	for _, g := range t.handles {
 		mount, ns := g.master.Files()
-		t.Handles = append(t.Handles, handleFD{g.handle.ID, g.handle.FUSE, inherit(mount), inherit(ns)})
+		t.Handles = append(t.Handles, handleFD{g.handle.ID, g.handle.FUSE, along(mount), along(ns)})
 	}
-	t.Inherited = len(cmd.ExtraFiles)
-	in, err := cmd.StdinPipe()
+	h, err := c.children.take()
 	if err != nil {
-		return message{}, err
-	}
-	out, err := cmd.StdoutPipe()
-	if err != nil {
-		return message{}, err
-	}
-	var words tail
-	cmd.Stderr = &words
-	if err := cmd.Start(); err != nil {
 		return message{}, fmt.Errorf("start a child: %w", err)
 	}
 	type outcome struct {
@@ -112,7 +93,7 @@ func (c *CO) step(ctx context.Context, k Key, lock *os.File, t task) (message, e
 	var writing sync.Mutex
 	over := false
 	go func() {
-		last, err := converse(in, out, &t.job, func(m message) error {
+		last, err := h.converse(&t.job, with, func(m message) error {
 			writing.Lock()
 			defer writing.Unlock()
 			if over {
@@ -120,11 +101,13 @@ func (c *CO) step(ctx context.Context, k Key, lock *os.File, t task) (message, e
 			}
 			return t.journal(m)
 		})
-		_ = in.Close()
-		waited := cmd.Wait() // reaps, also after step has returned
 		var fault *StepError
-		if err != nil && !errors.As(err, &fault) {
-			err = fmt.Errorf("child %v: %w%s", waited, err, words.text()) //nolint:errorlint // how the child ended is told; the cause is err
+		if err == nil || errors.As(err, &fault) {
+			c.children.giveBack(h)
+		} else {
+			h.kill()
+			<-h.ended
+			err = fmt.Errorf("child %v: %w%s", h.cmd.ProcessState, err, h.words.text())
 		}
 		talked <- outcome{last, err}
 	}()
@@ -133,7 +116,7 @@ func (c *CO) step(ctx context.Context, k Key, lock *os.File, t task) (message, e
 		return o.last, o.err
 	case <-ctx.Done():
 	}
-	_ = cmd.Process.Kill()
+	h.kill()
 	if t.unblock != nil {
 		t.unblock()
 	}
@@ -147,19 +130,23 @@ func (c *CO) step(ctx context.Context, k Key, lock *os.File, t task) (message, e
 		writing.Lock()
 		defer writing.Unlock()
 		over = true
-		return message{}, errors.Join(fmt.Errorf("step: %w", ctx.Err()), &PendingError{k, cmd.Process.Pid})
+		return message{}, errors.Join(fmt.Errorf("step: %w", ctx.Err()), &PendingError{k, h.cmd.Process.Pid})
 	}
 }
 
-// converse gives a child its job and hears it to the end.
-func converse(in io.Writer, out io.Reader, j *job, journal func(message) error) (message, error) {
-	e, d := json.NewEncoder(in), json.NewDecoder(out)
-	if err := e.Encode(j); err != nil {
+// converse gives a child its job, with files, and hears it to the end.
+func (h *child) converse(j *job, with []*os.File, journal func(message) error) (message, error) {
+	if err := send(h.conn, j, with...); err != nil {
 		return message{}, err
 	}
 	for {
+		text, files, err := receive(h.conn)
+		closeAll(files)
+		if err != nil {
+			return message{}, err
+		}
 		var m message
-		if err := d.Decode(&m); err != nil {
+		if err := json.Unmarshal(text, &m); err != nil {
 			return message{}, err
 		}
 		switch {
@@ -171,26 +158,80 @@ func converse(in io.Writer, out io.Reader, j *job, journal func(message) error) 
 		if err := journal(m); err != nil {
 			return message{}, err
 		}
-		if err := e.Encode(true); err != nil {
+		if err := send(h.conn, true); err != nil {
 			return message{}, err
 		}
 	}
 }
 
-// tail keeps the last words of a child that died of a fault of its own.
-type tail struct{ buf bytes.Buffer }
+// maxMessage bounds what one of the two sends the other. A plugin's answer, the
+// largest part of it, has 4 MiB at most (gRPC).
+const maxMessage = 16 << 20
 
-// Write implements io.Writer.
-func (t *tail) Write(p []byte) (int, error) {
-	if room := 4096 - t.buf.Len(); room > 0 {
-		t.buf.Write(p[:min(room, len(p))])
+// maxFiles are a lock, a namespace, a root and two for each of 16 handles.
+const maxFiles = 64
+
+// send sends a value, after its length, with files.
+func send(conn *net.UnixConn, value any, files ...*os.File) error {
+	text, err := json.Marshal(value)
+	if err != nil {
+		return err
 	}
-	return len(p), nil
+	if len(text) > maxMessage {
+		return fmt.Errorf("a message of %d bytes: at most %d", len(text), maxMessage)
+	}
+	var rights []byte
+	if len(files) > 0 {
+		fds := make([]int, len(files))
+		for i, f := range files {
+			fds[i] = int(f.Fd())
+		}
+		rights = unix.UnixRights(fds...)
+	}
+	head := binary.NativeEndian.AppendUint32(nil, uint32(len(text)))
+	if _, _, err := conn.WriteMsgUnix(head, rights, nil); err != nil {
+		return err
+	}
+	_, err = conn.Write(text)
+	return err
 }
 
-func (t *tail) text() string {
-	if t.buf.Len() == 0 {
-		return ""
+func receive(conn *net.UnixConn) (text []byte, files []*os.File, err error) {
+	head, rights := make([]byte, 4), make([]byte, unix.CmsgSpace(4*maxFiles))
+	n, rn, _, _, err := conn.ReadMsgUnix(head, rights)
+	if err == nil && n == 0 {
+		err = io.EOF
 	}
-	return ": " + t.buf.String()
+	if err != nil {
+		return nil, nil, err
+	}
+	messages, err := unix.ParseSocketControlMessage(rights[:rn])
+	for i := range messages {
+		fds, _ := unix.ParseUnixRights(&messages[i])
+		for _, fd := range fds {
+			files = append(files, os.NewFile(uintptr(fd), "received"))
+		}
+	}
+	if err == nil {
+		_, err = io.ReadFull(conn, head[n:])
+	}
+	if size := binary.NativeEndian.Uint32(head); err == nil && size <= maxMessage {
+		text = make([]byte, size)
+		_, err = io.ReadFull(conn, text)
+	} else if err == nil {
+		err = fmt.Errorf("a message of %d bytes: at most %d", size, maxMessage)
+	}
+	if err != nil {
+		closeAll(files)
+		return nil, nil, err
+	}
+	return text, files, nil
+}
+
+func closeAll(files []*os.File) {
+	for _, f := range files {
+		if f != nil {
+			_ = f.Close()
+		}
+	}
 }
