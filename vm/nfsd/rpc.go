@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"io"
 	"net"
+	"os"
 )
 
 // call is an ONC RPC call (RFC 5531) on a byte stream; args is XDR (RFC 4506).
@@ -182,6 +183,7 @@ func mountd(handle func(path string) ([]byte, error)) func(*call) ([]byte, error
 		}
 		fh, err := handle(string(path))
 		if err != nil {
+			fmt.Fprintf(os.Stderr, "nfs server: mount of %s is refused: %v\n", path, err)
 			return be.AppendUint32(nil, statusNoEnt), nil
 		}
 		b := appendOpaque(be.AppendUint32(nil, 0), fh)

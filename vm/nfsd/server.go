@@ -26,23 +26,26 @@ type Server struct {
 	mu      sync.Mutex
 	exports map[string]export
 	next    uint32
-	// exportChannel is that of the cache of exports.
-	exportChannel int
+	channels map[string]int // of the caches, by name
 }
 
 // control is where the kernel's control filesystem is mounted.
 const control = "/proc/fs/nfsd"
 
-// cacheOfExports is one of the kernel's caches, which ask us.
-const cacheOfExports = "nfsd.export"
+// The kernel's caches, which ask us.
+const (
+	cacheOfClients = "auth.unix.ip"
+	cacheOfExports = "nfsd.export"
+	cacheOfHandles = "nfsd.fh"
+)
 
-var caches = []string{"auth.unix.ip", cacheOfExports, "nfsd.fh"}
+var caches = []string{cacheOfClients, cacheOfExports, cacheOfHandles}
 
 // serveHere makes this process, in namespaces of its own, the server of what
 // is below root: it changes its root there, whose filesystem has to be one that
 // can be exported. It returns when everything is ready.
 func serveHere(ctx context.Context, root string) (*Server, error) {
-	s := &Server{exports: map[string]export{}, next: 1}
+	s := &Server{exports: map[string]export{}, channels: map[string]int{}, next: 1}
 	// The kernel looks up paths of exports from here, and rpc_pipefs by
 	// nobody but us.
 	for _, m := range []struct{ fstype, target string }{
@@ -68,9 +71,7 @@ func serveHere(ctx context.Context, root string) (*Server, error) {
 		if err != nil {
 			return nil, &fs.PathError{Op: "open", Path: path, Err: err}
 		}
-		if name == cacheOfExports {
-			s.exportChannel = c
-		}
+		s.channels[name] = c
 		go answerUpcalls(c, answers[i])
 	}
 	for port, answer := range map[int]func(*call) ([]byte, error){portPortmap: portmap, portMount: mountd(s.handle)} {
@@ -176,10 +177,14 @@ func (s *Server) pathWith(fsid uint32) (string, bool) {
 // for a client of NFS version 3.
 func (s *Server) handle(path string) ([]byte, error) {
 	path = filepath.Clean(path)
+	// Told before it asks: whoever asks for a handle it would not let wait.
+	// The domain exists by its clients.
+	if _, err := unix.Write(s.channels[cacheOfClients], []byte(clientOf([]string{"nfsd", "127.0.0.1"})+"\n")); err != nil {
+		return nil, fmt.Errorf("tell the kernel of a client: %w", err)
+	}
 	for at := path; ; at = filepath.Dir(at) {
-		// Told before it asks: whoever asks for a handle it would not let wait.
-		if _, err := unix.Write(s.exportChannel, []byte(s.exportOf([]string{domain, at})+"\n")); err != nil {
-			return nil, err
+		if _, err := unix.Write(s.channels[cacheOfExports], []byte(s.exportOf([]string{domain, at})+"\n")); err != nil {
+			return nil, fmt.Errorf("tell the kernel of %s: %w", at, err)
 		}
 		if _, ok := s.exportAt(at); ok && at != "/" {
 			break
@@ -195,7 +200,7 @@ func (s *Server) handle(path string) ([]byte, error) {
 	defer f.Close()
 	const longest = 64
 	if _, err := fmt.Fprintf(f, "%s %s %d\n", domain, quote(path), longest); err != nil {
-		return nil, err
+		return nil, fmt.Errorf("ask for the handle: %w", err)
 	}
 	buf := make([]byte, 4*longest)
 	n, err := f.Read(buf)

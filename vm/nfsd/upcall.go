@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"encoding/hex"
 	"fmt"
+	"os"
 	"strconv"
 	"strings"
 	"time"
@@ -29,7 +30,6 @@ func forever() string { return strconv.FormatInt(time.Now().Add(24*time.Hour).Un
 
 // answerUpcalls answers what the kernel asks on a channel of
 // /proc/net/rpc, one line at a time (Documentation/filesystems/nfs/rpc-cache).
-// An answer that the kernel refuses is logged by it.
 func answerUpcalls(channel int, answer func(words []string) string) {
 	answerQuestions(channel, 32<<10, func(text []byte) {
 		for line := range bytes.Lines(text) {
@@ -37,7 +37,10 @@ func answerUpcalls(channel int, answer func(words []string) string) {
 			for i, w := range words {
 				words[i] = unquote(w)
 			}
-			_, _ = unix.Write(channel, []byte(answer(words)+"\n"))
+			a := answer(words)
+			if _, err := unix.Write(channel, []byte(a+"\n")); err != nil {
+				fmt.Fprintf(os.Stderr, "nfs server: the kernel refuses the answer %q to %q: %v\n", a, line, err)
+			}
 		}
 	})
 }
