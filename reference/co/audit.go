@@ -157,7 +157,7 @@ func (a *audit) directories(records map[string]Record, damaged map[string]*Damag
 			}
 		}
 	}
-	for sub, mode := range map[string]os.FileMode{"": 0o711, "ledger": 0o700, "prepare": 0o711, "staging": 0o711, "handoff": 0o711} {
+	for sub, mode := range map[string]os.FileMode{"": 0o711, "ledger": 0o700, "performed": 0o700, "prepare": 0o711, "staging": 0o711, "handoff": 0o711} {
 		info, err := os.Lstat(filepath.Join(a.dir, sub))
 		if err == nil && info.Mode().Perm()&0o077&^mode != 0 {
 			a.add(LooseDirectory, nil, "%s: others may do too much in it (mode %04o): chmod it to %04o", filepath.Join(a.dir, sub), info.Mode().Perm(), mode)

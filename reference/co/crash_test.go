@@ -333,10 +333,9 @@ func TestLostRecord(t *testing.T) {
 	g.must(unix.Unmount(u.Target.Path, 0))
 	g.must(os.RemoveAll(g.dir + "/consumer/c1"))
 	k := Key{sp.Name, g.volume, "c1"}
-	lose := func() {
-		g.must(os.Remove(g.dir + "/co/ledger/" + k.position() + ".json"))
+	for _, dir := range []string{"ledger", "performed"} {
+		g.must(os.Remove(g.dir + "/co/" + dir + "/" + k.position() + ".json"))
 	}
-	lose()
 	foreign := filepath.Join(g.dir, "foreign")
 	g.must(os.Mkdir(foreign, 0o700))
 	_, err := preparev1alpha1.NewNodePrepareClient(g.conn).NodePrepareVolume(g.ctx, &preparev1alpha1.NodePrepareVolumeRequest{
@@ -364,6 +363,85 @@ func TestLostRecord(t *testing.T) {
 	_, err = c.Recover(g.ctx, u.Endpoint)
 	g.must(err)
 	g.state("after the record was lost")
+}
+
+// TestLostRecordOfALivingMount has a record removed while the consumer runs.
+func TestLostRecordOfALivingMount(t *testing.T) {
+	g := newGround(t)
+	g.act("up", 0)
+	u := useOf(g.dir, g.volume)
+	k := Key{sp.Name, g.volume, "c1"}
+	g.must(os.Remove(g.dir + "/co/ledger/" + k.position() + ".json"))
+	before := g.table()
+	c := g.open()
+	done, err := c.Recover(g.ctx, u.Endpoint)
+	g.must(err)
+	if !slices.Equal(done.Kept, []Key{k}) {
+		t.Errorf("recovered %+v, want it kept", done)
+	}
+	if c := mountns.Diff(before, g.table()); !c.Empty() {
+		t.Errorf("the table has changed:\n%s", c)
+	}
+	g.finish(c, "restored from a copy")
+	g.must(c.Close())
+
+	// The copy can be damaged as well: then nothing is known, and nothing
+	// taken for unused.
+	g.act("up", 0)
+	g.must(os.Remove(g.dir + "/co/ledger/" + k.position() + ".json"))
+	file := g.dir + "/co/performed/" + k.position() + ".json"
+	good, err := os.ReadFile(file)
+	g.must(err)
+	g.must(os.WriteFile(file, nil, 0o600))
+	c = g.open()
+	var damaged *DamagedError
+	if _, err := c.Recover(g.ctx, u.Endpoint); !errors.As(err, &damaged) || damaged.File != file {
+		t.Errorf("%v, want a DamagedError for the copy", err)
+	}
+	if len(g.table().At(u.Target.Path)) != 1 {
+		t.Error("the consumer lost its volume")
+	}
+	g.must(c.Close())
+	g.must(os.WriteFile(file, good, 0o600))
+	c = g.open()
+	defer c.Close()
+	_, err = c.Recover(g.ctx, u.Endpoint)
+	g.must(err)
+	g.finish(c, "restored after all")
+}
+
+// TestLostLedgerOfALivingMount has no record left of a volume whose filesystem
+// the plugin has mounted, and a consumer too.
+func TestLostLedgerOfALivingMount(t *testing.T) {
+	g := newGround(t)
+	g.act("up", 0)
+	u := useOf(g.dir, g.volume)
+	k := Key{sp.Name, g.volume, "c1"}
+	g.must(unix.Unmount(u.Target.Path, 0))
+	staged := g.dir + "/co/staging/" + k.volume()
+	g.must(unix.Mount("volume", staged, "tmpfs", 0, ""))
+	g.must(unix.Mount(staged, u.Target.Path, "", unix.MS_BIND, ""))
+	for _, dir := range []string{"ledger", "performed"} {
+		g.must(os.Remove(g.dir + "/co/" + dir + "/" + k.position() + ".json"))
+	}
+	c := g.open()
+	defer c.Close()
+	var living *LivingError
+	if _, err := c.Recover(g.ctx, u.Endpoint); !errors.As(err, &living) || len(living.Mounts) != 1 || living.Mounts[0].Mount.Point != u.Target.Path {
+		t.Errorf("%v, want a LivingError for the consumer's mount", err)
+	}
+	if calls, err := os.ReadFile(g.dir + "/calls"); err != nil || strings.Contains(string(calls), "NodeUn") {
+		t.Errorf("it was taken back: %s, %v", calls, err)
+	}
+	g.must(unix.Unmount(u.Target.Path, 0))
+	g.must(unix.Unmount(staged, 0))
+	g.must(os.RemoveAll(g.dir + "/consumer/c1"))
+	done, err := c.Recover(g.ctx, u.Endpoint)
+	g.must(err)
+	if !slices.Equal(done.Orphans, []Key{k}) {
+		t.Errorf("recovered %+v, want an orphan", done)
+	}
+	g.state("taken back")
 }
 
 // TestDamagedRecord has a record that cannot be read: nothing of its volume

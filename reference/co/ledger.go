@@ -22,9 +22,13 @@ import (
 // ledger is the durable record of preparations: a JSON file each, replaced as
 // a whole, in a directory that one CO at a time has. Whoever may enter the
 // directory can read it meanwhile, with ReadLedger.
+//
+// What is performed has a copy of its record in a directory beside it, since
+// mounts whose record is lost could be told from nobody's by nothing else.
 type ledger struct {
-	dir  string
-	lock *os.File
+	dir    string
+	copies string
+	lock   *os.File
 
 	mu      sync.RWMutex
 	records map[string]Record        // by position
@@ -126,9 +130,11 @@ func decodeRecord(text []byte, position string) (Record, error) {
 
 // openLedger takes the ledger in the CO's directory for this process.
 func openLedger(dir string) (*ledger, error) {
-	l := &ledger{dir: filepath.Join(dir, "ledger")}
-	if err := makeDir(l.dir, 0o700); err != nil {
-		return nil, err
+	l := &ledger{dir: filepath.Join(dir, "ledger"), copies: filepath.Join(dir, "performed")}
+	for _, d := range []string{l.dir, l.copies} {
+		if err := makeDir(d, 0o700); err != nil {
+			return nil, err
+		}
 	}
 	if err := syncDir(dir); err != nil {
 		return nil, err
@@ -142,7 +148,10 @@ func openLedger(dir string) (*ledger, error) {
 	}
 	l.lock = lock
 	if l.records, l.damaged, err = readRecords(l.dir); err == nil {
-		err = l.tidy()
+		err = l.restore()
+	}
+	if err == nil {
+		err = errors.Join(l.tidy(l.dir), l.tidy(l.copies))
 	}
 	if err == nil {
 		_ = lock.Truncate(0)
@@ -154,15 +163,39 @@ func openLedger(dir string) (*ledger, error) {
 	return l, nil
 }
 
+// restore takes the copy of each record that is lost. A copy that cannot be
+// read stands for the record it is of.
+func (l *ledger) restore() error {
+	copies, damaged, err := readRecords(l.copies)
+	if err != nil {
+		return err
+	}
+	for position, r := range copies {
+		if l.records[position].Version != 0 || l.damaged[position] != nil {
+			continue
+		}
+		r.Error = "its record was lost; this is a copy"
+		if err := l.put(&r); err != nil {
+			return err
+		}
+	}
+	for position, d := range damaged {
+		if l.records[position].Version == 0 && l.damaged[position] == nil {
+			l.damaged[position] = d
+		}
+	}
+	return nil
+}
+
 // tidy removes the files that a killed CO was writing and had not renamed, and
 // the locks of preparations that it had not written down yet.
-func (l *ledger) tidy() error {
-	files, err := os.ReadDir(l.dir)
+func (l *ledger) tidy(dir string) error {
+	files, err := os.ReadDir(dir)
 	if err != nil {
 		return err
 	}
 	for _, f := range files {
-		path := filepath.Join(l.dir, f.Name())
+		path := filepath.Join(dir, f.Name())
 		if position, isLock := strings.CutSuffix(f.Name(), ".lock"); isLock && l.records[position].Version == 0 && l.damaged[position] == nil {
 			lock, err := lockFile(path)
 			if err != nil {
@@ -252,12 +285,12 @@ func (l *ledger) put(r *Record) error {
 	if err != nil {
 		return fmt.Errorf("write the ledger: %w", err)
 	}
-	// The temporary file is made in the directory itself: $TMPDIR, which
-	// renameio would try first, may be anyone's.
 	position := r.Key().position()
-	err = renameio.WriteFile(l.file(position), append(text, '\n'), 0o600, renameio.WithTempDir(l.dir), renameio.WithStaticPermissions(0o600))
+	if len(r.Receipts) > 0 && (r.Phase == Performing || r.Phase == Performed) {
+		err = l.write(l.copies, position, text)
+	}
 	if err == nil {
-		err = syncDir(l.dir)
+		err = l.write(l.dir, position, text)
 	}
 	if err != nil {
 		return fmt.Errorf("write the ledger: %w", err)
@@ -270,16 +303,27 @@ func (l *ledger) put(r *Record) error {
 	return nil
 }
 
+func (l *ledger) write(dir, position string, text []byte) error {
+	// The temporary file is made in the directory itself: $TMPDIR, which
+	// renameio would try first, may be anyone's.
+	err := renameio.WriteFile(filepath.Join(dir, position+".json"), append(text, '\n'), 0o600, renameio.WithTempDir(dir), renameio.WithStaticPermissions(0o600))
+	if err == nil {
+		err = syncDir(dir)
+	}
+	return err
+}
+
 // drop forgets a preparation of which nothing is left. Nobody may hold it.
 func (l *ledger) drop(k Key) error {
 	position := k.position()
-	for _, path := range []string{l.file(position), l.lockPath(position)} {
+	// The copy first: alone it would stand for the record.
+	for _, path := range []string{filepath.Join(l.copies, position+".json"), l.file(position), l.lockPath(position)} {
 		if err := os.Remove(path); err != nil && !errors.Is(err, fs.ErrNotExist) {
 			return fmt.Errorf("remove a record: %w", err)
 		}
-	}
-	if err := syncDir(l.dir); err != nil {
-		return fmt.Errorf("remove a record: %w", err)
+		if err := syncDir(filepath.Dir(path)); err != nil {
+			return fmt.Errorf("remove a record: %w", err)
+		}
 	}
 	l.mu.Lock()
 	defer l.mu.Unlock()

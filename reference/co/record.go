@@ -80,8 +80,8 @@ type Record struct {
 	StagingPath string `json:"staging_target_path,omitempty"`
 	// CallerStages says that the staging path is not the CO's own.
 	CallerStages bool `json:"caller_stages,omitempty"`
-	Readonly    bool   `json:"readonly"`
-	Ephemeral   bool   `json:"ephemeral,omitempty"`
+	Readonly     bool `json:"readonly"`
+	Ephemeral    bool `json:"ephemeral,omitempty"`
 	// Target is the path in the consumer, TargetNamespace the id of the
 	// mount namespace it is in.
 	Target          string `json:"target"`

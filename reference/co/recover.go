@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"path/filepath"
 	"slices"
+	"strings"
 	"sync"
 
 	"golang.org/x/sync/errgroup"
@@ -158,7 +159,64 @@ func (c *CO) takeOrphan(ctx context.Context, k Key, p *plugin, s *Settings, e *p
 	if e.GetStagingTargetPath() == c.stagingPath(k) {
 		a.r.StagingPath = c.stagingPath(k)
 	}
+	living, err := c.living(ctx, a.r)
+	if err != nil || len(living) > 0 {
+		return false, errors.Join(err, &LivingError{k, living})
+	}
 	return true, a.takeBack(ctx)
+}
+
+// LivingError is a preparation that the plugin has and the ledger does not, and
+// whose volume some consumer may have: it is left alone.
+type LivingError struct {
+	Key    Key
+	Mounts []FoundMount
+}
+
+// Error says what to do.
+func (e *LivingError) Error() string {
+	where := make([]string, len(e.Mounts))
+	for i, m := range e.Mounts {
+		where[i] = fmt.Sprintf("%s in mount namespace %d", m.Mount, m.Namespace)
+	}
+	return fmt.Sprintf("%s: its record is lost, and mounts of its filesystem are left: %s; unmount them, and recover again", e.Key, strings.Join(where, "; "))
+}
+
+// living finds mounts of the filesystems that the plugin has mounted for a
+// preparation, elsewhere than in this CO's directory, and of no record.
+func (c *CO) living(ctx context.Context, r *Record) ([]FoundMount, error) {
+	type device struct{ major, minor uint32 }
+	own := map[device]bool{}
+	recorded := map[uint64]bool{}
+	records, _ := c.ledger.all()
+	for _, o := range records {
+		for _, receipt := range o.Receipts {
+			recorded[receipt.MountID] = true
+		}
+	}
+	for _, dir := range []string{r.StagingPath, r.PreparePath} {
+		if dir == "" {
+			continue
+		}
+		below, err := mountsBelow(ctx, dir)
+		if err != nil {
+			return nil, err
+		}
+		for _, m := range below {
+			own[device{m.Mount.Major, m.Mount.Minor}] = true
+		}
+	}
+	if len(own) == 0 {
+		return nil, nil
+	}
+	return mountsWhere(ctx, func(t *mountns.Table) (found []mountns.Mount) {
+		for _, m := range t.Mounts {
+			if own[device{m.Major, m.Minor}] && !recorded[m.ID] && !strings.HasPrefix(m.Point, c.dir+"/") {
+				found = append(found, m)
+			}
+		}
+		return found
+	})
 }
 
 // list asks for all preparations of a plugin.
