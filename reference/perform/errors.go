@@ -55,9 +55,19 @@ var (
 	// ErrTarget is a target that names no place below the consumer's root,
 	// is of the wrong type, or lies on a filesystem of the kernel's own.
 	ErrTarget = errors.New("not a place to attach to")
+	// ErrTargetKernel is an ErrTarget on a filesystem of the kernel's own,
+	// ErrTargetType one of the wrong type.
+	ErrTargetKernel = fmt.Errorf("%w: on a filesystem of the kernel", ErrTarget)
+	ErrTargetType   = fmt.Errorf("%w: of the wrong type", ErrTarget)
 	// ErrSource is a source of the wrong type, or one that is not covered by
 	// the mount it should be.
 	ErrSource = errors.New("not the source the spec describes")
+	// ErrSourceLink is an ErrSource that a link, or "..", leads to,
+	// ErrSourceType one of the wrong type, and ErrSourceMount one that the
+	// mount it should be of does not cover.
+	ErrSourceLink  = fmt.Errorf("%w: reached through a link, or outside its base", ErrSource)
+	ErrSourceType  = fmt.Errorf("%w: of the wrong type", ErrSource)
+	ErrSourceMount = fmt.Errorf("%w: not of the mount it should be", ErrSource)
 	// ErrDevice is a device that is not there, or is another one by now.
 	ErrDevice = errors.New("not the device the spec describes")
 	// ErrWritable is a device that takes writes and is to be read-only.

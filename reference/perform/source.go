@@ -35,7 +35,7 @@ func (x *performance) openSource(u *unit, s *mountspec.Step) (err error) {
 	base := x.units[s.Base].base
 	u.source, err = x.openBelow(base, s.Text)
 	if errors.Is(err, unix.EXDEV) || errors.Is(err, unix.ELOOP) {
-		err = fmt.Errorf("%w: it is reached through a link, or leaves its base: %w", ErrSource, err)
+		err = fmt.Errorf("%w: %w", ErrSourceLink, err)
 	}
 	return err
 }
@@ -63,7 +63,7 @@ func (x *performance) checkSource(u *unit, s *mountspec.Step) error {
 		}
 	}
 	if source.MountID == base.MountID && !base.MountRoot {
-		return fmt.Errorf("%w: no mount at or below its base covers it, want a mount of type %q", ErrSource, s.Key)
+		return fmt.Errorf("%w: no mount at or below its base covers it, want a mount of type %q", ErrSourceMount, s.Key)
 	}
 	v := view{f: x.f}
 	defer v.close()
@@ -72,7 +72,7 @@ func (x *performance) checkSource(u *unit, s *mountspec.Step) error {
 		return err
 	}
 	if got := typeName(&m); got != s.Key {
-		return fmt.Errorf("%w: the mount that covers it has type %q, want %q", ErrSource, got, s.Key)
+		return fmt.Errorf("%w: the mount that covers it has type %q, want %q", ErrSourceMount, got, s.Key)
 	}
 	return nil
 }
@@ -101,10 +101,10 @@ func (x *performance) markTree(u *unit) error {
 func checkSourceType(b *mountspec.Bind, mode uint32) error {
 	kind := mode & unix.S_IFMT
 	if b.IsFile && kind != unix.S_IFREG && kind != unix.S_IFSOCK {
-		return fmt.Errorf("%w: it is a %s, want a regular file or a socket", ErrSource, fileType(mode))
+		return fmt.Errorf("%w: it is a %s, want a regular file or a socket", ErrSourceType, fileType(mode))
 	}
 	if !b.IsFile && kind != unix.S_IFDIR {
-		return fmt.Errorf("%w: it is a %s, want a directory", ErrSource, fileType(mode))
+		return fmt.Errorf("%w: it is a %s, want a directory", ErrSourceType, fileType(mode))
 	}
 	return nil
 }

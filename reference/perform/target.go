@@ -113,7 +113,7 @@ func (x *performance) checkTarget() error {
 		return err
 	}
 	if kernelFilesystems[x.parent.FSType] {
-		return fmt.Errorf("%w: it is on the filesystem %s of the kernel", ErrTarget, x.parent.FSType)
+		return fmt.Errorf("%w: %s", ErrTargetKernel, x.parent.FSType)
 	}
 	x.shared = x.parent.Propagation&unix.MS_SHARED != 0
 	switch {
@@ -165,7 +165,7 @@ func checkTargetType(s *mountspec.Spec, mode uint32) error {
 		want, name = unix.S_IFREG, "regular file"
 	}
 	if mode&unix.S_IFMT != want {
-		return fmt.Errorf("%w: it is a %s, want a %s", ErrTarget, fileType(mode), name)
+		return fmt.Errorf("%w: it is a %s, want a %s", ErrTargetType, fileType(mode), name)
 	}
 	return nil
 }
