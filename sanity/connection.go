@@ -28,6 +28,9 @@ type clients struct {
 	prepare    preparev1alpha1.NodePrepareClient
 	performer  testingv1alpha1.PerformerClient
 
+	// channel is what handles come over.
+	channel *channel
+
 	connections []*grpc.ClientConn
 	// peer is the process behind the socket, 0 if that is not known.
 	peer *atomic.Int64
@@ -50,7 +53,7 @@ func socketPath(endpoint string) string {
 
 // dial connects to the plugin's services. Nothing is sent yet.
 func dial(endpoint, controller string, timeout time.Duration, seen func(req, answer proto.Message)) (*clients, error) {
-	c := &clients{peer: new(atomic.Int64)}
+	c := &clients{peer: new(atomic.Int64), channel: newChannel()}
 	node, err := c.connect(endpoint, timeout, seen)
 	if err != nil {
 		return nil, err
@@ -75,7 +78,7 @@ func (c *clients) connect(endpoint string, timeout time.Duration, seen func(req,
 	options := []grpc.DialOption{
 		grpc.WithTransportCredentials(insecure.NewCredentials()),
 		grpc.WithAuthority("localhost"),
-		grpc.WithUnaryInterceptor(record(timeout, seen)),
+		grpc.WithChainUnaryInterceptor(record(timeout, seen), c.channel.intercept),
 		grpc.WithConnectParams(grpc.ConnectParams{
 			// A plugin that is being started is asked again at once.
 			Backoff:           backoff.Config{BaseDelay: 5 * time.Millisecond, Multiplier: 1.6, Jitter: 0.2, MaxDelay: 100 * time.Millisecond},

@@ -74,7 +74,7 @@ func (t *trial) perform(c *consumer, r *prepareRequest, answer *prepareResponse)
 	t.performable(specs)
 	done, err := perform.Perform(t.ctx, perform.Target{Path: c.target}, specs, perform.Options{
 		Request: wire.RequestFromProto(r), Staging: r.GetStagingTargetPath(), Prepare: r.GetPreparePath(), Grants: t.config.Grants,
-		Timeout: t.config.Timeout,
+		Timeout: t.config.Timeout, Masters: t.handlesOf(r, specs),
 	})
 	if err != nil {
 		t.kernel = err.Error()

@@ -24,6 +24,7 @@ var pluginSections = []writer{
 	{"NodeListPreparedVolumes", listSpecs},
 	{"Mount specs", mountSpecSpecs},
 	{"Devices", blockSpecs},
+	{"Handoff and FUSE", fuseSpecs},
 	{"Concurrency", concurrencySpecs},
 	{"Idempotency", idempotencySpecs},
 	{"Crash and reboot", crashSpecs},

@@ -157,6 +157,11 @@ func (s *Suite) readyPlugin(ctx context.Context, endpoint string) error {
 	if err != nil {
 		return err
 	}
+	if s.handsOver() {
+		if err := s.openChannel(); err != nil {
+			return err
+		}
+	}
 	if pid := s.pid(); pid != 0 && s.process == nil {
 		// A plugin in a pid namespace of its own, or of another user, may be
 		// out of sight: its table is then not read.
@@ -238,6 +243,7 @@ func (s *Suite) stop() { s.stopped.Do(s.end) }
 
 func (s *Suite) end() {
 	if s.clients != nil {
+		s.clients.channel.close()
 		s.clients.close()
 	}
 	if s.process != nil {

@@ -13,6 +13,7 @@ import (
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/status"
 
+	"github.com/csi-prepare/csi-prepare/reference/handoff"
 	"github.com/csi-prepare/csi-prepare/reference/mountns"
 	"github.com/csi-prepare/csi-prepare/sanity/report"
 	"github.com/csi-prepare/csi-prepare/spec/requirement"
@@ -38,6 +39,8 @@ type trial struct {
 	directories []string
 	// undo takes away what was made, the last first.
 	undo []func() error
+	// ending are the preparations whose end is among that.
+	ending map[handoff.Key]bool
 	// kernel is what the kernel said to the last system call of the suite
 	// that failed, or of a performance.
 	kernel string
@@ -61,7 +64,7 @@ func (s *Suite) run(ctx context.Context, d definition) result {
 	if why := s.goneSince(); why != "" {
 		return resultOf(couldNotRun("%s", why))
 	}
-	t := &trial{Suite: s, definition: d}
+	t := &trial{Suite: s, definition: d, ending: map[handoff.Key]bool{}}
 	if err := t.setUp(ctx); err != nil {
 		return resultOf(couldNotRun("making a mount namespace and a directory for the spec: %v", err))
 	}

@@ -218,7 +218,7 @@ func (t *trial) listed() ([]*listEntry, error) {
 
 // performer is everything this suite is able to perform.
 func (t *trial) performer() *preparev1alpha1.Performer {
-	return &preparev1alpha1.Performer{
+	p := &preparev1alpha1.Performer{
 		Kernel: preparev1alpha1.Performer_NODE,
 		Kinds: []preparev1alpha1.MountKind{
 			preparev1alpha1.MountKind_MOUNT_KIND_FILESYSTEM,
@@ -228,6 +228,10 @@ func (t *trial) performer() *preparev1alpha1.Performer {
 		FsTypes: []string{"ext4", "xfs", "btrfs", "tmpfs", "nfs", "nfs4", "cifs", "smb3"},
 		Grants:  slices.Sorted(maps.Keys(t.config.Grants)),
 	}
+	if t.handsOver() {
+		p.Kinds = append(p.Kinds, preparev1alpha1.MountKind_MOUNT_KIND_HANDLE, preparev1alpha1.MountKind_MOUNT_KIND_FUSE)
+	}
+	return p
 }
 
 // request is a call that keeps every rule, for a prepare_id and a
@@ -244,8 +248,11 @@ func (t *trial) request(v *volume) *prepareRequest {
 // prepare makes the call. Whatever comes of it, the pair is unprepared when
 // the spec ends.
 func (t *trial) prepare(r *prepareRequest) (*prepareResponse, error) {
+	// Once a pair: a repeat is ended with it, after what was performed of both.
+	again := t.ending[keyOf(r)]
+	t.ending[keyOf(r)] = true
 	t.cleanup(func() error {
-		if r.GetVolumeId() == "" || r.GetPrepareId() == "" || r.GetPreparePath() == "" {
+		if again || r.GetVolumeId() == "" || r.GetPrepareId() == "" || r.GetPreparePath() == "" {
 			return nil
 		}
 		err := t.unprepare(r)

@@ -82,6 +82,8 @@ foreground (-f), and is not resumed when it dies.`,
 			if verbose {
 				level = slog.LevelDebug
 			}
+			// Serving processes come by the way this one came.
+			c.Server = append([]string{"/proc/self/exe"}, append(strings.Fields(cmd.CommandPath())[1:], serveName)...)
 			c.Log = slog.New(slog.NewTextHandler(cmd.ErrOrStderr(), &slog.HandlerOptions{Level: level}))
 			return Run(cmd.Context(), c)
 		},
