@@ -271,7 +271,9 @@ func (s *Suite) restart(ctx context.Context) error {
 	return s.resume(ctx)
 }
 
-// resume starts the plugin that was killed, and waits until it answers.
+// resume starts the plugin that was killed, and waits until it answers, also
+// when the spec is interrupted: only a plugin that lives can take away what the
+// spec has made.
 func (s *Suite) resume(ctx context.Context) error {
 	if p := socketPath(s.endpoint()); p != "" {
 		// A crash leaves the socket. It is the suite's to remove, in a
@@ -283,7 +285,7 @@ func (s *Suite) resume(ctx context.Context) error {
 	if err := s.process.start(); err != nil {
 		return err
 	}
-	ctx, cancel := context.WithTimeout(ctx, s.config.ReadyTimeout)
+	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), s.config.ReadyTimeout)
 	defer cancel()
 	if s.actor == requirement.CO {
 		return s.readyPerformer(ctx, s.endpoint())
