@@ -3,7 +3,7 @@
 package requirement
 
 // SpecDigest is the SHA-256 of the SPEC.md the constants come from.
-const SpecDigest = "1691a152ef82372a64324f8a0d60eaa4b8afea448e88c7e911f88ce7105e4f2e"
+const SpecDigest = "fdb72b2c3afe7bc94c1fbbd51465eca29e4a4f948f35c4ca22428b0d202d4fa2"
 
 // The requirements, in the order of SPEC.md.
 const (
@@ -247,6 +247,8 @@ const (
 	BlockAttributes ID = "block.attributes"
 	// The CO MUST compare the numbers and the `diskseq` of a block device with sysfs at each performance.
 	BlockDiskseqChecked ID = "block.diskseq-checked"
+	// The CO MUST NOT perform a block device, or a filesystem on one, that the node uses for anything but the volume.
+	BlockNotOfNode ID = "block.not-of-node"
 	// The CO MUST choose owner and mode of the device node itself.
 	BlockOwnerMode ID = "block.owner-mode"
 	// The CO MUST NOT grant the consumer mknod access to the device.
@@ -692,6 +694,7 @@ var all = []Requirement{
 	{BlockSize, Must, SP, "Kind BLOCK_DEVICE", "The Plugin MUST answer with a block device of at least the `capacity_bytes` of the volume.", "v1alpha1"},
 	{BlockAttributes, MustNot, SP, "Kind BLOCK_DEVICE", "The Plugin MUST NOT set attributes other than `readonly` on a `BLOCK_DEVICE`.", "v1alpha1"},
 	{BlockDiskseqChecked, Must, CO, "Kind BLOCK_DEVICE", "The CO MUST compare the numbers and the `diskseq` of a block device with sysfs at each performance.", "v1alpha1"},
+	{BlockNotOfNode, MustNot, CO, "Kind BLOCK_DEVICE", "The CO MUST NOT perform a block device, or a filesystem on one, that the node uses for anything but the volume.", "v1alpha1"},
 	{BlockOwnerMode, Must, CO, "Kind BLOCK_DEVICE", "The CO MUST choose owner and mode of the device node itself.", "v1alpha1"},
 	{BlockNoMknodAccess, MustNot, CO, "Kind BLOCK_DEVICE", "The CO MUST NOT grant the consumer mknod access to the device.", "v1alpha1"},
 	{BlockReadonlyDevice, Must, CO, "Kind BLOCK_DEVICE", "The CO MUST make writes of the consumer to a read-only block device fail.", "v1alpha1"},
