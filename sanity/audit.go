@@ -220,7 +220,11 @@ func (t *trial) removeDirectories() *ending {
 			continue
 		}
 		if t.actor == requirement.SP {
-			return t.leak(requirement.UnpreparePathEmptied, "an empty directory that one rmdir removes", filepath.Base(dir)+" holds "+contents(dir), "")
+			rule := requirement.UnpreparePathEmptied
+			if t.publishes() {
+				rule = t.unclean(dir)
+			}
+			return t.leak(rule, "an empty directory that one rmdir removes", filepath.Base(dir)+" holds "+contents(dir), "")
 		}
 	}
 	if left := contents(t.dir); left != "nothing" {
@@ -232,6 +236,9 @@ func (t *trial) removeDirectories() *ending {
 func (t *trial) placeRule() requirement.ID {
 	if t.actor == requirement.CO {
 		return requirement.UndoCreatedRemoved
+	}
+	if t.publishes() {
+		return requirement.CSIUnpublishClean
 	}
 	return requirement.PrepareStaysBelow
 }
@@ -276,6 +283,9 @@ func (t *trial) leak(id requirement.ID, expected, actual, table string) *ending 
 func (t *trial) mountRule() requirement.ID {
 	if t.actor == requirement.CO {
 		return requirement.AuditTableRestored
+	}
+	if t.publishes() {
+		return requirement.CSIUnpublishClean
 	}
 	return requirement.PrepareNoMount
 }

@@ -63,13 +63,7 @@ const (
 // put writes a text into the volume at c; a volume that cannot be written to,
 // though nothing said so, is not the one that was asked for.
 func (t *trial) put(c *consumer, text string) {
-	var err error
-	if t.config.Block {
-		err = t.writeStretch(c, text)
-	} else {
-		err = os.WriteFile(c.file(t), []byte(text), 0o600)
-	}
-	if err != nil {
+	if err := t.tryPut(c, text); err != nil {
 		t.kernel = errnoName(err)
 		t.fail(requirement.PrepareVolumeData, "a volume that can be written to", "writing into it fails")
 	}

@@ -75,6 +75,10 @@ type Config struct {
 	VolumeSize int64
 	// VolumeParameters are the parameters of CreateVolume.
 	VolumeParameters map[string]string
+	// SnapshotParameters are those of CreateSnapshot, MutableParameters those
+	// of ControllerModifyVolume.
+	SnapshotParameters map[string]string
+	MutableParameters  map[string]string
 	// Secrets, by the keys of csi-sanity's secrets file:
 	// "CreateVolumeSecret", "NodePrepareVolumeSecret" and so on.
 	Secrets map[string]map[string]string

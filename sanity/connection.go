@@ -25,6 +25,7 @@ type clients struct {
 	identity   csi.IdentityClient
 	controller csi.ControllerClient
 	node       csi.NodeClient
+	group      csi.GroupControllerClient
 	prepare    preparev1alpha1.NodePrepareClient
 	performer  testingv1alpha1.PerformerClient
 
@@ -67,6 +68,7 @@ func dial(endpoint, controller string, timeout time.Duration, seen func(req, ans
 	}
 	c.identity = csi.NewIdentityClient(node)
 	c.controller = csi.NewControllerClient(elsewhere)
+	c.group = csi.NewGroupControllerClient(elsewhere)
 	c.node = csi.NewNodeClient(node)
 	c.prepare = preparev1alpha1.NewNodePrepareClient(node)
 	c.performer = testingv1alpha1.NewPerformerClient(node)

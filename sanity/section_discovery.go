@@ -30,6 +30,13 @@ var pluginSections = []writer{
 	{"Crash and reboot", crashSpecs},
 	{"Security", securitySpecs},
 	{"Statistics", statsSpecs},
+	{"The plugin itself", identitySpecs},
+	{"Volumes", volumeSpecs},
+	{"Snapshots and copies", snapshotSpecs},
+	{"Growing", growSpecs},
+	{"Attaching to a node", attachSpecs},
+	{"On the node, staging", stageSpecs},
+	{"On the node, publishing", publishSpecs},
 }
 
 func discoverySpecs(s *section) {

@@ -163,11 +163,12 @@ func (s *Suite) peerUID() int {
 }
 
 // copyNamespace makes the mount namespace of one spec. A plugin that declares
-// that its mounts have to propagate is believed; every other one is not let
-// near, so that a mount it makes for a consumer never gets there.
-func (s *Suite) copyNamespace(ctx context.Context) (*mountns.Namespace, error) {
-	if s.beyond != nil && s.features[RequiresPropagation] {
-		return s.beyond.Copy(ctx, mountns.Slave())
+// that its mounts have to propagate is believed, as is one that publishes
+// volumes itself; every other one is not let near, so that a mount it makes for
+// a consumer never gets there.
+func (t *trial) copyNamespace(ctx context.Context) (*mountns.Namespace, error) {
+	if t.beyond != nil && (t.features[RequiresPropagation] || t.publishes()) {
+		return t.beyond.Copy(ctx, mountns.Slave())
 	}
 	return mountns.New(ctx)
 }

@@ -42,6 +42,7 @@ type volume struct {
 	capacity   int64             // as CreateVolume answered it
 	capability *csi.VolumeCapability
 	createdNow bool
+	source     *csi.VolumeContentSource
 }
 
 // mountCapability is a filesystem volume without flags.
@@ -184,6 +185,9 @@ func (t *trial) unstage(v *volume) error {
 // sweep ends preparations of a volume that the spec did not end itself, as
 // after a failure, or of a call that should have been refused.
 func (t *trial) sweep(volumeID string) error {
+	if !t.features[NodePrepare] {
+		return nil
+	}
 	entries, err := t.listed()
 	if err != nil {
 		return wrap("NodeListPreparedVolumes", err)

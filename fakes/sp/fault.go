@@ -24,14 +24,20 @@ type (
 	capabilitiesQuery = preparev1alpha1.NodePrepareGetCapabilitiesRequest
 )
 
-// A Mutant is a Server with one fault.
+// A Mutant is a Server with one fault, or a Plain.
 type Mutant struct {
 	mutant.Mutant
 	fault fault
+	plain plainFault
 }
 
-// New returns the Server that has the fault.
-func (m Mutant) New(c Config) (*Server, error) { return build(c, m.fault) }
+// New returns the fake that has the fault.
+func (m Mutant) New(c Config) (Service, error) {
+	if m.plain != nil {
+		return buildPlain(c, m.plain)
+	}
+	return build(c, m.fault)
+}
 
 // fault makes a Server wrong in one way. It runs before the Server has any
 // state; what it needs to remember lives in its own closure.

@@ -13,6 +13,7 @@ func Mutants() []Mutant {
 		dataMutants, volumeMutants, attributeMutants, repeatMutants, leakMutants, specMutants,
 		fieldMutants, refusalMutants, listMutants, discoveryMutants, lifeMutants,
 		rawMutants, formattedMutants,
+		csiVolumeMutants, csiCopyMutants, csiNodeMutants,
 	)
 }
 

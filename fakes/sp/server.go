@@ -48,6 +48,8 @@ type Config struct {
 	// Block makes volumes of files that are attached as loop devices when
 	// they are staged, for both access types: the filesystem is ext4.
 	Block bool
+	// Attach makes a Plain ask for ControllerPublishVolume.
+	Attach bool
 	// LegacyWriters leaves the SINGLE_NODE_MULTI_WRITER capability out: two
 	// consumers on one node may then share a SINGLE_NODE_WRITER volume.
 	LegacyWriters bool

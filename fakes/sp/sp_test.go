@@ -30,7 +30,7 @@ type plugin struct {
 	preparev1alpha1.NodePrepareClient
 }
 
-func serve(t *testing.T, s *Server, err error) plugin {
+func serve(t *testing.T, s Service, err error) plugin {
 	t.Helper()
 	if err != nil {
 		t.Fatal(err)

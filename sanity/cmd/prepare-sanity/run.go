@@ -34,6 +34,8 @@ type settings struct {
 	known          string
 	secrets        string
 	parameters     string
+	snapshots      string
+	mutable        string
 	accessType     string
 	focus, skip    []string
 	labels         string
@@ -87,6 +89,8 @@ that the suite can perform its mount specs as a CO would.`,
 	f.StringVar(&s.secrets, "csi.secrets", "", "YAML `file` of secrets, by the keys of csi-sanity and NodePrepareVolumeSecret")
 	f.Int64Var(&s.config.VolumeSize, "csi.testvolumesize", 0, "`bytes` of volumes to create; 0 asks for no size")
 	f.StringVar(&s.parameters, "csi.testvolumeparameters", "", "YAML `file` of parameters of CreateVolume")
+	f.StringVar(&s.snapshots, "csi.testsnapshotparameters", "", "YAML `file` of parameters of CreateSnapshot")
+	f.StringVar(&s.mutable, "csi.testvolumemutableparameters", "", "YAML `file` of parameters of ControllerModifyVolume")
 	f.StringVar(&s.accessType, "csi.testvolumeaccesstype", "mount", "access `type` of the volumes, mount or block; the reports of block are named NAME-raw")
 	addRunFlags(f, &s)
 	return cmd
@@ -287,6 +291,8 @@ func (s *settings) read() error {
 	}{
 		{"csi.secrets", s.secrets, &c.Secrets},
 		{"csi.testvolumeparameters", s.parameters, &c.VolumeParameters},
+		{"csi.testsnapshotparameters", s.snapshots, &c.SnapshotParameters},
+		{"csi.testvolumemutableparameters", s.mutable, &c.MutableParameters},
 		{"known-failing", s.known, &c.KnownFailing},
 		{"features", s.features, &c.Features},
 	} {
