@@ -63,6 +63,9 @@ type childTask struct {
 	Parameters []childParameter `json:",omitempty"`
 	Exclusive  bool             `json:",omitempty"`
 	Attr       uint64           `json:",omitempty"`
+	// Network says that the descriptor is the network namespace to make the
+	// filesystem in.
+	Network bool `json:",omitempty"`
 
 	Open           string `json:",omitempty"`
 	Flags, Resolve uint64 `json:",omitempty"`
@@ -70,8 +73,10 @@ type childTask struct {
 	Create string `json:",omitempty"`
 	File   bool   `json:",omitempty"`
 
-	// Undo comes with what the parent has found the kernel to offer.
+	// Undo comes with what the parent has found the kernel to offer; with
+	// Force it is one receipt, whose mount is taken away by force.
 	Undo     []Receipt        `json:",omitempty"`
+	Force    Force            `json:",omitempty"`
 	Features *kernel.Features `json:",omitempty"`
 }
 
@@ -157,6 +162,12 @@ func (a *childAnswer) error(task *childTask) error {
 
 // make makes the filesystem. device is the open device, -1 for none.
 func (t *childTask) make(device int) (fd int, reused bool, err error) {
+	if t.Network {
+		if err := enterNetwork(device); err != nil {
+			return -1, false, err
+		}
+		device = -1
+	}
 	for {
 		fd, err = t.attempt(device, t.Exclusive && !reused)
 		if errors.Is(err, unix.EBUSY) && t.Exclusive && !reused {
@@ -311,13 +322,6 @@ func receive(socket int) ([]byte, int, error) {
 	}
 }
 
-// remoteTypes are filesystems that talk to a server when they are made.
-var remoteTypes = map[string]bool{
-	"nfs": true, "nfs4": true, "cifs": true, "smb3": true, "ceph": true, "9p": true,
-	"afs": true, "coda": true, "orangefs": true, "gfs2": true, "ocfs2": true, "lustre": true, "virtiofs": true,
-	"fuse": true, "fuseblk": true,
-}
-
 // makesInChild says whether a filesystem is made in a child, and fails where it
 // would have to be and cannot.
 func makesInChild(k *mountspec.Filesystem) (bool, error) {
@@ -351,7 +355,16 @@ func (x *performance) makeInChild(u *unit, s *mountspec.Step, fstype string) err
 			task.Exclusive = true
 		}
 	}
-	fd, answer, err := inChild(x.ctx, &task, u.device, x.o.Timeout)
+	with := u.device
+	if x.o.Network != nil && networkTypes[fstype] {
+		network, done, err := descriptorOf(x.o.Network)
+		if err != nil {
+			return err
+		}
+		defer done()
+		task.Network, with = true, network
+	}
+	fd, answer, err := inChild(x.ctx, &task, with, x.o.Timeout)
 	if err != nil {
 		return err
 	}

@@ -33,7 +33,11 @@ func (t *childTask) undo(fd int) *childUndo {
 	if err == nil {
 		defer func() { _ = ns.Close() }()
 		e := Executor{patient: true, features: func() kernel.Features { return *t.Features }}
-		err = e.Undo(context.Background(), ns, t.Undo)
+		if t.Force == Exact {
+			err = e.Undo(context.Background(), ns, t.Undo)
+		} else {
+			err = e.forceHere(context.Background(), ns, &t.Undo[0], t.Force)
+		}
 	}
 	if err == nil {
 		return &childUndo{}
@@ -74,7 +78,7 @@ func (o *childUndo) error() error {
 }
 
 // undoInChild undoes in a child that the deadline can kill.
-func (e *Executor) undoInChild(ctx context.Context, ns *mountns.Namespace, receipts []Receipt) error {
+func (e *Executor) undoInChild(ctx context.Context, ns *mountns.Namespace, receipts []Receipt, force Force) error {
 	if ns == nil {
 		own, err := mountns.Own()
 		if err != nil {
@@ -87,7 +91,7 @@ func (e *Executor) undoInChild(ctx context.Context, ns *mountns.Namespace, recei
 	if e.features != nil {
 		f = e.features()
 	}
-	_, answer, err := inChild(ctx, &childTask{Undo: receipts, Features: &f}, ns.FD(), defaultTimeout)
+	_, answer, err := inChild(ctx, &childTask{Undo: receipts, Force: force, Features: &f}, ns.FD(), defaultTimeout)
 	if err == nil && answer.Undo != nil {
 		return answer.Undo.error()
 	}

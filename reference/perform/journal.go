@@ -57,7 +57,7 @@ func (x *performance) fillAll(place string) error {
 		r, u := &x.done.Receipts[i], &x.units[i]
 		r.MntnsID, r.MountID, r.ParentID = ns, u.id, u.parentID
 		r.Target = path.Join(place, x.specs[i].Target)
-		r.Remote = remoteTypes[x.parent.FSType] || i > 0 && x.firstIsRemote()
+		r.Remote = remoteTypes[x.parent.FSType] || x.onNetwork(i) || i > 0 && x.firstIsRemote()
 		x.fillKind(i)
 	}
 	x.fillCreated(place)

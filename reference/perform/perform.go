@@ -53,6 +53,10 @@ type Options struct {
 	// are set, performing fails.
 	NodeUID, NodeGID int
 	NodeMode         os.FileMode
+	// Network is the network namespace that filesystems on a network are
+	// made in, the node's; nil is that of the process. The consumer's is of
+	// no account: a network filesystem stays where it was made.
+	Network *os.File
 	// Timeout bounds each step that waits for a server or a device, and is
 	// made in a child process therefore; 0 is half a minute.
 	Timeout time.Duration

@@ -49,8 +49,8 @@ type Receipt struct {
 	// reused and it has to help to tell mounts apart.
 	Device string `json:"device,omitempty"`
 	// Remote says that the place it was attached at is on a filesystem that
-	// asks a server, so that undo must not look it up where it cannot be
-	// killed.
+	// asks a server, or the mount itself on a network: undo must not look it
+	// up, or take leave of the server, where it cannot be killed.
 	Remote bool `json:"remote,omitempty"`
 	// Tree says that the mount came with the mounts below it. Those have
 	// ids greater than MountID and less than TreeEnd; where ids are reused,

@@ -56,7 +56,7 @@ func (e *Executor) Undo(ctx context.Context, ns *mountns.Namespace, receipts []R
 		err = ns.Do(ctx, func() error { return e.undoHere(ctx, v, receipts) })
 	}
 	if errors.Is(err, errMayHang) {
-		err = e.undoInChild(ctx, ns, receipts)
+		err = e.undoInChild(ctx, ns, receipts, Exact)
 	}
 	var busy *BusyError
 	if errors.As(err, &busy) && len(busy.Mounts) == 0 && !busy.Covered && v.f.UniqueIDs {

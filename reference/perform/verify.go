@@ -191,9 +191,10 @@ func (x *performance) fill(i int, m *kernel.MountStat) {
 	r := &x.done.Receipts[i]
 	r.MntnsID, r.MountID, r.ParentID, r.Target = m.NS, m.ID, m.ParentID, m.Point
 	x.units[i].remote = remoteTypes[m.FSType]
-	r.Remote = remoteTypes[x.parent.FSType]
+	r.Remote = remoteTypes[x.parent.FSType] || networkTypes[m.FSType]
 	if i > 0 {
-		r.Remote = slices.ContainsFunc(x.units, func(u unit) bool { return u.remote && u.id == m.ParentID })
+		r.Remote = networkTypes[m.FSType] ||
+			slices.ContainsFunc(x.units, func(u unit) bool { return u.remote && u.id == m.ParentID })
 	}
 	if !x.f.UniqueIDs {
 		r.Device = deviceText(m)
