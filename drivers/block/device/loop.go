@@ -96,8 +96,8 @@ const sector = 512
 const attempts = 64
 
 // Attach makes l a device, with direct I/O where the file can do that at the
-// size of a sector. It is not detached when this process ends. The kernel's limit of loop devices is
-// ENOSPC.
+// size of a sector. It is not detached when this process ends. The kernel's
+// limit of loop devices is ENOSPC.
 func (n *Nodes) Attach(ctx context.Context, l Loop, backing *os.File) (Loop, error) {
 	for range attempts {
 		if err := ctx.Err(); err != nil {
@@ -160,6 +160,13 @@ func (n *Nodes) configure(l *Loop, number Number, backing *os.File) error {
 	defer f.Close()
 	if err := unix.IoctlLoopConfigure(int(f.Fd()), &c); err != nil {
 		return fmt.Errorf("attach %s: %w", number, err)
+	}
+	if !l.Readonly {
+		// What BLKROSET has set outlives the device and holds for the next
+		// one of the number.
+		if err := unix.IoctlSetPointerInt(int(f.Fd()), unix.BLKROSET, 0); err != nil {
+			return fmt.Errorf("make %s writable: %w", number, err)
+		}
 	}
 	// While it is open the device is attached to nothing else.
 	l.Number = number
