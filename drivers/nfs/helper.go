@@ -138,17 +138,16 @@ func runHelper(ctx context.Context, helper, source, dir, options string) error {
 // cloneMounted returns a clone of the mount at dir. That it is one has to be
 // looked for: a helper may say that it has mounted, and have not.
 func cloneMounted(dir string) (*os.File, error) {
+	facts, err := kernel.FactsOf(unix.AT_FDCWD, dir, false)
+	if err != nil {
+		return nil, err
+	}
+	if !facts.MountRoot {
+		return nil, errors.New("the mount helper said that it has mounted, and has not")
+	}
 	fd, err := kernel.OpenTree(unix.AT_FDCWD, dir, unix.OPEN_TREE_CLONE|unix.AT_SYMLINK_NOFOLLOW)
 	if err != nil {
 		return nil, err
 	}
-	mount := os.NewFile(uintptr(fd), "mount")
-	facts, err := kernel.FactsOf(fd, "", false)
-	if err == nil && !facts.MountRoot {
-		err = errors.New("the mount helper said that it has mounted, and has not")
-	}
-	if err != nil {
-		return nil, errors.Join(err, mount.Close())
-	}
-	return mount, nil
+	return os.NewFile(uintptr(fd), "mount"), nil
 }

@@ -189,17 +189,22 @@ func (s *site) open() {
 	s.must(err)
 }
 
-// volume makes a volume.
-func (s *site) volume(parameters ...string) *csi.Volume {
+func (s *site) dial() *grpc.ClientConn {
 	s.Helper()
 	conn, err := grpc.NewClient(s.endpoint, grpc.WithTransportCredentials(insecure.NewCredentials()))
 	s.must(err)
-	defer conn.Close()
+	s.Cleanup(func() { conn.Close() })
+	return conn
+}
+
+// volume makes a volume.
+func (s *site) volume(parameters ...string) *csi.Volume {
+	s.Helper()
 	p := map[string]string{}
 	for i := 0; i < len(parameters); i += 2 {
 		p[parameters[i]] = parameters[i+1]
 	}
-	v, err := csi.NewControllerClient(conn).CreateVolume(s.ctx, &csi.CreateVolumeRequest{
+	v, err := csi.NewControllerClient(s.dial()).CreateVolume(s.ctx, &csi.CreateVolumeRequest{
 		Name: fmt.Sprint("volume-", time.Now().UnixNano()), Parameters: p,
 		VolumeCapabilities: []*csi.VolumeCapability{capability()},
 	}, grpc.WaitForReady(true))
