@@ -6,6 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"os"
+	"slices"
 	"strconv"
 	"strings"
 	"syscall"
@@ -20,6 +21,7 @@ import (
 	"github.com/csi-prepare/csi-prepare/reference/mountspec/wire"
 	"github.com/csi-prepare/csi-prepare/reference/perform"
 	"github.com/csi-prepare/csi-prepare/spec/preparev1alpha1"
+	"github.com/csi-prepare/csi-prepare/spec/requirement"
 )
 
 // childName is argv[0] of a child, by which it knows what it is.
@@ -60,6 +62,9 @@ type job struct {
 	Staging, Prepare string
 	Path             string
 	Settings         Settings
+	// Dir is the CO's, Known are its mounts of the volume.
+	Dir   string
+	Known []uint64
 	// Namespace and Root are indexes of the files that came along, 0, which
 	// is the lock, for none.
 	Namespace, Root int
@@ -220,6 +225,9 @@ func (j *job) perform(ctx context.Context, ns *mountns.Namespace, masters map[st
 	if err := j.prove(ctx, masters); err != nil {
 		return nil, err
 	}
+	if err := notOfNode(ctx, specs, j.Dir, j.Known); err != nil {
+		return nil, err
+	}
 	devices := unused(specs)
 	root := j.file(j.Root)
 	if root != nil {
@@ -292,10 +300,38 @@ type fault struct {
 	Device      *DeviceBusyError            `json:",omitempty"`
 }
 
-var sentinels = map[string]error{
-	"target": perform.ErrTarget, "source": perform.ErrSource, "device": perform.ErrDevice,
-	"parameters": perform.ErrParameters, "changed": perform.ErrChanged, "foreign": perform.ErrForeign,
-	"receipt": perform.ErrReceipt, "protected": ErrProtected,
+// sentinel is an error of a kind, by a name that crosses to the parent, and the
+// sentence of SPEC.md it is about, if it is one.
+type sentinel struct {
+	name string
+	err  error
+	rule requirement.ID
+}
+
+// sentinels has the more special of two first.
+var sentinels = []sentinel{
+	{"protected", ErrProtected, requirement.PerformProtectedTarget},
+	{"target kernel", perform.ErrTargetKernel, requirement.PerformProtectedTarget},
+	{"target type", perform.ErrTargetType, requirement.PerformTargetType},
+	{"target", perform.ErrTarget, requirement.PerformTargetInRoot},
+	{"source link", perform.ErrSourceLink, requirement.BindNoSymlink},
+	{"source type", perform.ErrSourceType, requirement.BindTypeMatches},
+	{"source mount", perform.ErrSourceMount, requirement.BindMountFSType},
+	{"source", perform.ErrSource, requirement.BindResolveBeneath},
+	{"node device", ErrNodeDevice, requirement.BlockNotOfNode},
+	{"device", perform.ErrDevice, requirement.BlockDiskseqChecked},
+	{"parameters", perform.ErrParameters, requirement.FilesystemExclusiveFirst},
+	{"changed", perform.ErrChanged, requirement.PerformVerified},
+	{"foreign", perform.ErrForeign, ""},
+	{"receipt", perform.ErrReceipt, ""},
+}
+
+func sentinelOf(is func(sentinel) bool) (sentinel, bool) {
+	i := slices.IndexFunc(sentinels, is)
+	if i < 0 {
+		return sentinel{}, false
+	}
+	return sentinels[i], true
 }
 
 func faultOf(err error) *fault {
@@ -303,10 +339,8 @@ func faultOf(err error) *fault {
 		return nil
 	}
 	f := &fault{Text: err.Error()}
-	for name, sentinel := range sentinels {
-		if errors.Is(err, sentinel) {
-			f.Is = name
-		}
+	if s, found := sentinelOf(func(s sentinel) bool { return errors.Is(err, s.err) }); found {
+		f.Is = s.name
 	}
 	_ = errors.As(err, &f.Errno)
 	_ = errors.As(err, &f.Unsupported)
@@ -323,19 +357,30 @@ func faultOf(err error) *fault {
 // that it was are found in it with errors.Is and errors.As.
 type StepError struct {
 	Text string
-	Was  []error
+	// Requirement is the sentence of SPEC.md that the plugin's answer breaks
+	// as it turned out only now, empty if none.
+	Requirement requirement.ID
+	Was         []error
 }
 
-// Error returns the text.
-func (e *StepError) Error() string { return e.Text }
+// Error returns the text, with the requirement.
+func (e *StepError) Error() string {
+	if e.Requirement == "" {
+		return e.Text
+	}
+	return fmt.Sprintf("%s [%s]", e.Text, e.Requirement)
+}
 
 // Unwrap returns what it was.
 func (e *StepError) Unwrap() []error { return e.Was }
 
 func (f *fault) err() error {
 	e := &StepError{Text: f.Text}
-	if s := sentinels[f.Is]; s != nil {
-		e.Was = append(e.Was, s)
+	if s, found := sentinelOf(func(s sentinel) bool { return s.name == f.Is }); found {
+		e.Requirement = s.rule
+		e.Was = append(e.Was, s.err)
+	} else if f.Errno == syscall.ELOOP || f.Errno == syscall.EXDEV {
+		e.Requirement = requirement.PerformNoSymlink
 	}
 	if f.Errno != 0 {
 		e.Was = append(e.Was, f.Errno)

@@ -344,6 +344,18 @@ func (l *ledger) all() ([]Record, []*DamagedError) {
 	return inOrder(l.records), damaged
 }
 
+// mountsOf are the mounts of a volume that are performed.
+func (l *ledger) mountsOf(k Key) (ids []uint64) {
+	l.mu.RLock()
+	defer l.mu.RUnlock()
+	for _, r := range l.records {
+		if r.Key().volume() == k.volume() {
+			ids = append(ids, mountIDs(r.Receipts)...)
+		}
+	}
+	return ids
+}
+
 // usedByOthers says whether a preparation of the volume other than k's needs
 // it staged. A damaged record might be of one that does.
 func (l *ledger) usedByOthers(k Key, boot string) (bool, error) {

@@ -57,7 +57,7 @@ func TestMain(m *testing.M) {
 	case role == roleFUSE:
 		os.Exit(runFUSE())
 	case role == roleServe:
-		os.Exit(exitOf(fuse.ServeInherited(slog.New(slog.NewTextHandler(os.Stderr, nil)))))
+		os.Exit(exitOf(fuse.ServeInherited(slog.New(slog.NewTextHandler(os.Stderr, nil)), os.Args[2:]...)))
 	case role == roleWait:
 		_, _ = io.Copy(io.Discard, os.Stdin)
 		return
@@ -181,7 +181,7 @@ func runFUSE() int {
 	_ = os.Setenv(roleVariable, roleServe)
 	return exitOf(fuse.Run(context.Background(), fuse.Config{
 		Endpoint: "unix://" + dir + "/plugin/csi.sock", StateDir: dir + "/plugin/state", NodeID: "node1",
-		Dir: dir + "/plugin/volumes", Program: []string{"/proc/self/exe"},
+		Dir: dir + "/plugin/volumes", Server: []string{"/proc/self/exe", roleServe},
 		Log: slog.New(slog.NewTextHandler(os.Stderr, nil)),
 	}))
 }

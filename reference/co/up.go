@@ -14,6 +14,7 @@ import (
 	"github.com/csi-prepare/csi-prepare/reference/mountns"
 	"github.com/csi-prepare/csi-prepare/reference/mountspec"
 	"github.com/csi-prepare/csi-prepare/reference/perform"
+	"github.com/csi-prepare/csi-prepare/spec/requirement"
 )
 
 // What Up can be refused for, besides what the plugin or the kernel refuse.
@@ -22,7 +23,7 @@ var (
 	ErrConflict = errors.New("performed already with other arguments; take it down first, or choose another prepare id")
 	// ErrNotEquivalent is an answer to a repeat that would be another
 	// performance than the one the consumer has.
-	ErrNotEquivalent = errors.New("the answer to the repeat is not equivalent to what is performed")
+	ErrNotEquivalent = fmt.Errorf("the answer to the repeat is not equivalent to what is performed [%s]", requirement.IdempotencyEquivalent)
 )
 
 // act is one operation on one preparation, which it holds.
@@ -78,7 +79,7 @@ func (c *CO) up(ctx context.Context, u *Use) (*Record, error) {
 	}
 	s = c.policy.For(f.name)
 	if err := s.CheckTarget(u.Target.Path, u.Capability.GetBlock() != nil); err != nil {
-		return nil, err
+		return nil, faultOf(err).err()
 	}
 	namespace, err := u.namespaceID()
 	if err != nil {
@@ -249,7 +250,7 @@ func (a *act) perform(ctx context.Context, u *Use, x *accepted) error {
 		job: job{
 			Act: actPerform, Response: text, Request: x.request,
 			Staging: a.r.StagingPath, Prepare: a.r.PreparePath,
-			Path: u.Target.Path, Settings: a.s,
+			Path: u.Target.Path, Settings: a.s, Dir: a.dir, Known: a.ledger.mountsOf(a.r.Key()),
 		},
 		namespace: namespaceFile(u.Target.Namespace), root: u.Target.Root, handles: x.handles,
 		journal: func(m message) error {

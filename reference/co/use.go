@@ -15,6 +15,7 @@ import (
 	"github.com/csi-prepare/csi-prepare/reference/mountspec/wire"
 	"github.com/csi-prepare/csi-prepare/reference/perform"
 	"github.com/csi-prepare/csi-prepare/spec/preparev1alpha1"
+	"github.com/csi-prepare/csi-prepare/spec/requirement"
 )
 
 // Use is one use of a volume by one consumer.
@@ -52,7 +53,7 @@ func (u *Use) check() error {
 	case u.VolumeID == "":
 		return errors.New("volume id: is empty")
 	case !prepareID.MatchString(u.PrepareID):
-		return fmt.Errorf("prepare id %q: has to be 1 to 128 bytes of [A-Za-z0-9._-] and not begin with '.'", u.PrepareID)
+		return fmt.Errorf("prepare id %q: has to be 1 to 128 bytes of [A-Za-z0-9._-] and not begin with '.' [%s]", u.PrepareID, requirement.PreparePrepareIDAlphabet)
 	case u.Capability.GetAccessType() == nil || u.Capability.GetAccessMode() == nil:
 		return errors.New("volume capability: needs an access type and an access mode")
 	case !strings.HasPrefix(u.Target.Path, "/"):
