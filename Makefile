@@ -10,7 +10,7 @@ ARGS     ?=
 GOLANGCI_LINT := github.com/golangci/golangci-lint/v2/cmd/golangci-lint@v2.15.0
 GOFUMPT       := mvdan.cc/gofumpt@v0.12.0
 # What the tests start besides Go: one word a Debian package.
-PACKAGES := util-linux fdisk e2fsprogs xfsprogs btrfs-progs busybox-static runc crun containerd sshfs bindfs openssh-server
+PACKAGES := util-linux fdisk e2fsprogs xfsprogs btrfs-progs iproute2 user-mode-linux busybox-static runc crun containerd sshfs bindfs openssh-server
 
 .PHONY: help
 help: ## list the targets
@@ -77,6 +77,11 @@ e2e: setup ## mount specs and real runtimes: runc, crun, containerd and its moun
 crash: setup ## SIGKILL the CO and the drivers at every step and at random moments (ARGS=-random=N)
 	@mkdir -p out bin; go build -o bin/ ./drivers/cmd/prepare-driver ./reference/cmd/prepare-crash
 	.ci/nothing-left bin/prepare-crash -driver bin/prepare-driver -out out/crash.json $(ARGS)
+
+.PHONY: vm
+vm: setup ## NFS and an older kernel, in guests that need neither root nor KVM (ARGS=)
+	@mkdir -p out bin; go build -o bin/ ./vm/cmd/prepare-vm
+	.ci/nothing-left bin/prepare-vm --out out $(ARGS)
 
 .PHONY: clean
 clean: ## remove out/ and bin/

@@ -40,8 +40,6 @@ func (e *CrashError) Unwrap() error { return e.Err }
 
 // Guest is a guest to run once.
 type Guest struct {
-	// Machine is UML or QEMU.
-	Machine Machine
 	// Init is vm/init, statically linked.
 	Init string
 	// Modules are the names of the kernel modules to load; what they need
@@ -61,20 +59,6 @@ type Guest struct {
 	Results string
 }
 
-// Machine is how a guest is run.
-type Machine interface {
-	// Name of the machine, as in reports.
-	Name() string
-	// Find returns what the kernel's modules are in, or an UnavailableError.
-	Find() (moduleDir string, err error)
-	// hostRoot says that the guest can have the host's root below its own.
-	hostRoot() bool
-	// device is what the guest knows the results' disk as.
-	device() string
-	// command is the program to start.
-	command(dir, initramfs, results string) []string
-}
-
 const (
 	// resultsSize bounds what a guest can leave. The file is sparse.
 	resultsSize = 256 << 20
@@ -85,7 +69,7 @@ const (
 // Run boots the guest and returns what became of its steps. The error is an
 // *UnavailableError, a *CrashError, or of ctx; it is nil although steps failed.
 func (g *Guest) Run(ctx context.Context) ([]job.Outcome, error) {
-	moduleDir, err := g.Machine.Find()
+	moduleDir, err := Find()
 	if err != nil {
 		return nil, err
 	}
@@ -105,17 +89,13 @@ func (g *Guest) Run(ctx context.Context) ([]job.Outcome, error) {
 
 // lay makes the files of a guest.
 func (g *Guest) lay(dir, moduleDir string) error {
-	j := job.Job{HostRoot: g.Machine.hostRoot(), Payload: filepath.Join(dir, "payload"), Device: g.Machine.device(), Steps: g.Steps}
+	j := job.Job{Payload: filepath.Join(dir, "payload"), Steps: g.Steps}
 	if err := errors.Join(os.Mkdir(j.Payload, 0o755), os.Mkdir(filepath.Join(dir, "run"), 0o700)); err != nil {
 		return err
 	}
-	inside := g.Payload
-	if j.HostRoot {
-		inside = nil
-		for name, from := range g.Payload {
-			if err := copyFile(filepath.Join(j.Payload, name), from); err != nil {
-				return err
-			}
+	for name, from := range g.Payload {
+		if err := copyFile(filepath.Join(j.Payload, name), from); err != nil {
+			return err
 		}
 	}
 	modules, err := closure(moduleDir, g.Modules)
@@ -126,7 +106,7 @@ func (g *Guest) lay(dir, moduleDir string) error {
 	if err != nil {
 		return err
 	}
-	err = writeInitramfs(w, g.Init, moduleDir, modules, inside, &j)
+	err = writeInitramfs(w, g.Init, moduleDir, modules, &j)
 	if err = errors.Join(err, w.Close()); err != nil {
 		return err
 	}
@@ -168,7 +148,7 @@ func copyFile(to, from string) error {
 // boot runs the machine until it is switched off, and returns nil if it has
 // printed a status.
 func (g *Guest) boot(ctx context.Context, dir string) error {
-	argv := g.Machine.command(filepath.Join(dir, "run"), filepath.Join(dir, "initramfs"), filepath.Join(dir, "results"))
+	argv := command(filepath.Join(dir, "run"), filepath.Join(dir, "initramfs"), filepath.Join(dir, "results"))
 	cmd := exec.CommandContext(ctx, argv[0], argv[1:]...)
 	cmd.Dir = "/"
 	cmd.Env = append(os.Environ(), "TMPDIR="+filepath.Join(dir, "run"), "HOME="+filepath.Join(dir, "run"))
@@ -264,7 +244,11 @@ func (g *Guest) unpack(path string) ([]job.Outcome, error) {
 		if g.Results == "" {
 			continue
 		}
-		to := filepath.Join(g.Results, filepath.Base(h.Name))
+		name := h.Name
+		if dir, file, ok := strings.Cut(h.Name, "/"); ok {
+			name = dir + filepath.Ext(file)
+		}
+		to := filepath.Join(g.Results, filepath.Base(name))
 		if err := os.WriteFile(to, text, 0o644); err != nil {
 			return nil, err
 		}

@@ -13,11 +13,10 @@ import (
 )
 
 // writeInitramfs writes an archive in the kernel's newc format: the init, the
-// modules, below job.Payload the files of payload, and the job. j.Modules gets
-// the modules' names in the guest.
-func writeInitramfs(w io.Writer, initPath, moduleDir string, modules []string, payload map[string]string, j *job.Job) error {
+// modules and the job. j.Modules gets the modules' names in the guest.
+func writeInitramfs(w io.Writer, initPath, moduleDir string, modules []string, j *job.Job) error {
 	a := archive{cpio.NewWriter(w)}
-	for _, dir := range []string{"proc", "sys", "dev", "tmp", "modules", job.Payload[1:]} {
+	for _, dir := range []string{"proc", "sys", "dev", "tmp", "modules"} {
 		if err := a.dir(dir); err != nil {
 			return err
 		}
@@ -32,11 +31,6 @@ func writeInitramfs(w io.Writer, initPath, moduleDir string, modules []string, p
 			return err
 		}
 		j.Modules = append(j.Modules, name)
-	}
-	for name, from := range payload {
-		if err := a.file(job.Payload[1:]+"/"+name, from, 0o755); err != nil {
-			return err
-		}
 	}
 	text, err := json.Marshal(j)
 	if err != nil {

@@ -3,24 +3,17 @@ package vm
 import (
 	"os"
 	"path/filepath"
-
-	"github.com/csi-prepare/csi-prepare/vm/job"
 )
 
-// UML is User-Mode Linux: the kernel as a process, of Debian's package
-// user-mode-linux.
-type UML struct{}
-
+// User-Mode Linux: the kernel as a process, of Debian's package user-mode-linux.
 const (
 	umlKernel  = "/usr/bin/linux.uml"
 	umlModules = "/usr/lib/uml/modules"
 )
 
-// Name implements Machine.
-func (UML) Name() string { return "uml" }
-
-// Find implements Machine.
-func (UML) Find() (string, error) {
+// Find returns the directory of the guest kernel's modules, or an
+// *UnavailableError where there is no such kernel.
+func Find() (moduleDir string, err error) {
 	if _, err := os.Stat(umlKernel); err != nil {
 		return "", &UnavailableError{err.Error() + "; install the Debian package user-mode-linux"}
 	}
@@ -31,11 +24,8 @@ func (UML) Find() (string, error) {
 	return filepath.Dir(found[0]), nil
 }
 
-func (UML) hostRoot() bool { return true }
-
-func (UML) device() string { return job.ResultsDeviceUML }
-
-func (UML) command(dir, initramfs, results string) []string {
+// command boots a guest. dir is for what the kernel itself makes.
+func command(dir, initramfs, results string) []string {
 	return []string{
 		umlKernel, "mem=1G", "initrd=" + initramfs, "ubd0=" + results,
 		"con0=fd:0,fd:1", "con=null", "ssl=null", "console=tty0", "quiet", "panic=-1",

@@ -109,7 +109,7 @@ func run() (passed bool, err error) {
 	if err := os.WriteFile(filepath.Join(job.Results, job.OutcomesFile), text, 0o644); err != nil {
 		return false, err
 	}
-	return passed, errors.Join(saveKernelLog(), writeResults(j.Device))
+	return passed, errors.Join(saveKernelLog(), writeResults(job.Device))
 }
 
 // load loads a module. One that is there already is no error.

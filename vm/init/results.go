@@ -20,7 +20,7 @@ func saveKernelLog() error {
 	if err != nil {
 		return fmt.Errorf("read the kernel's log: %w", err)
 	}
-	return os.WriteFile(filepath.Join(job.Results, "kernel.log"), buf[:n], 0o644)
+	return os.WriteFile(filepath.Join(job.Results, job.KernelLog), buf[:n], 0o644)
 }
 
 // writeResults writes the results to the device as a tar archive.

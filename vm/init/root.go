@@ -49,10 +49,8 @@ func mountAll(root string, all []mount) error {
 
 // makeRoot makes the root that the steps are to see.
 func makeRoot(j *job.Job) error {
-	if j.HostRoot {
-		if err := enterHostRoot(j.Payload); err != nil {
-			return err
-		}
+	if err := enterHostRoot(j.Payload); err != nil {
+		return err
 	}
 	if err := mountAll("", ownFilesystems); err != nil {
 		return err

@@ -55,7 +55,6 @@ func runStep(s job.Step) error {
 	cmd.Dir = "/tmp"
 	cmd.Env = append([]string{
 		"PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin", "HOME=/tmp", "TMPDIR=/tmp",
-		job.ResultsVariable + "=" + job.Results,
 	}, s.Env...)
 	cmd.Stdout, cmd.Stderr = out, out
 	cmd.SysProcAttr = &syscall.SysProcAttr{Setpgid: true}

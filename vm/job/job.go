@@ -13,31 +13,26 @@ const StatusPrefix = "csi-prepare-guest-status: "
 // OutcomesFile is the member of the guest's results that holds the Outcomes.
 const OutcomesFile = "outcomes.json"
 
-// Dirs in the guest.
+// KernelLog is the member that holds what the guest's kernel has said.
+const KernelLog = "kernel.log"
+
+// What the guest has where.
 const (
 	// Payload holds what the host has laid ready, read-only.
 	Payload = "/payload"
-	// Results is where steps leave what the host is to get, by the
-	// variable ResultsVariable.
-	Results         = "/results"
-	ResultsVariable = "CSI_PREPARE_RESULTS"
-	// ResultsDevice is written as a tar archive of Results at the end.
-	ResultsDeviceUML  = "/dev/ubda"
-	ResultsDeviceQEMU = "/dev/vda"
+	// Results is where steps leave what the host is to get. A file in a
+	// directory of it gets the directory's name, with its own extension.
+	Results = "/results"
+	// Device gets Results as a tar archive at the end.
+	Device = "/dev/ubda"
 )
 
 // Job is the work of one guest.
 type Job struct {
 	// Modules of the kernel are files of the initramfs, loaded in order.
 	Modules []string
-	// HostRoot says that the guest's root is that of the host, below a
-	// layer of its own: by hostfs, which User-Mode Linux alone has. Else it
-	// is the initramfs.
-	HostRoot bool
-	// Payload is the directory of the host behind job.Payload, with HostRoot.
+	// Payload is the directory of the host whose files are in job.Payload.
 	Payload string
-	// Device gets the results.
-	Device string
 	// Steps are run one after another, whatever became of earlier ones.
 	Steps []Step
 }

@@ -23,9 +23,9 @@ import (
 
 // Server is the server of this process's network namespace.
 type Server struct {
-	mu      sync.Mutex
-	exports map[string]export
-	next    uint32
+	mu       sync.Mutex
+	exports  map[string]export
+	next     uint32
 	channels map[string]int // of the caches, by name
 }
 
