@@ -2,7 +2,11 @@ package co
 
 import (
 	"context"
+	"crypto/rand"
+	"encoding/base64"
+	"encoding/hex"
 	"errors"
+	"fmt"
 	"os"
 	"path/filepath"
 	"slices"
@@ -15,6 +19,8 @@ import (
 	"google.golang.org/grpc/status"
 
 	"github.com/csi-prepare/csi-prepare/reference/mountns"
+	"github.com/csi-prepare/csi-prepare/reference/mountspec"
+	"github.com/csi-prepare/csi-prepare/reference/mountspec/oci"
 	"github.com/csi-prepare/csi-prepare/reference/perform"
 	"github.com/csi-prepare/csi-prepare/spec/preparev1alpha1"
 )
@@ -189,6 +195,71 @@ func TestRule5TheTableIsReadAgain(t *testing.T) {
 	r.must(unix.Unmount(u.Target.Path, 0))
 	r.down(record.Key())
 	r.nothingLeft()
+}
+
+// TestRule5DevicesAreAskedToo has tables that are clean, or whose lines are in
+// a namespace nobody thinks of, and a device that is in use.
+func TestRule5DevicesAreAskedToo(t *testing.T) {
+	for _, test := range []struct {
+		name string
+		keep func(r *rig, record *Record) (release func())
+		seen int // mounts that the error names
+	}{
+		{"a copy of the mount in another namespace", func(r *rig, _ *Record) func() {
+			other, err := mountns.New(r.ctx)
+			r.must(err)
+			return func() { other.Close() }
+		}, 1},
+		{"a mount that was detached while a file was open", func(r *rig, record *Record) func() {
+			f, err := os.OpenFile(record.Target+"/file", os.O_CREATE|os.O_WRONLY, 0o600)
+			r.must(err)
+			r.must(unix.Unmount(record.Target, unix.MNT_DETACH))
+			return func() { f.Close() }
+		}, 0},
+	} {
+		t.Run(test.name, func(t *testing.T) {
+			r := newRig(t)
+			r.set(func(s *Settings) { s.Attempts = 2 })
+			d := r.loop()
+			u := r.use(r.volume("v"))
+			// What is there already stays, and with it the copies on it.
+			r.must(os.MkdirAll(u.Target.Path, 0o755))
+			r.specs(d.ext4(d.diskseq))
+			record := r.up(u)
+			if len(record.Devices) != 1 {
+				t.Fatalf("record %+v, want its device", record)
+			}
+			release := test.keep(r, record)
+			r.called()
+			var busy *DeviceBusyError
+			if err := r.co.Down(r.ctx, record.Key()); !errors.As(err, &busy) || len(busy.Mounts) != test.seen {
+				t.Errorf("%v, want a DeviceBusyError with %d mounts", err, test.seen)
+			}
+			r.mountsAt(u.Target.Path, 0)
+			if calls := r.called(); len(calls) > 0 {
+				t.Errorf("calls %v although the device is in use", calls)
+			}
+			release()
+			r.eventually("the device is free", func() bool { return r.co.Down(r.ctx, record.Key()) == nil })
+			r.must(os.RemoveAll(r.path("consumer/c1")))
+			r.nothingLeft()
+		})
+	}
+	t.Run("a device that others had in use before", func(t *testing.T) {
+		r := newRig(t)
+		d := r.loop()
+		// As a plugin may that has it mounted for itself.
+		staged := r.path("co/staging/plugin")
+		r.must(os.Mkdir(staged, 0o700))
+		r.mount(d.path, staged, "ext4", "")
+		u := r.use(r.volume("v"))
+		r.specs(d.ext4(d.diskseq))
+		record := r.up(u)
+		r.down(record.Key())
+		r.must(unix.Unmount(staged, 0))
+		r.must(os.Remove(staged))
+		r.nothingLeft()
+	})
 }
 
 func TestRule6LeaksAreCountedBeforeRmdir(t *testing.T) {
@@ -433,7 +504,7 @@ func TestRule13OneStepAtATime(t *testing.T) {
 }
 
 func TestRule14SecretsAreKeptNowhere(t *testing.T) {
-	const secret = "correct-horse-battery"
+	secret := "canary-" + rand.Text()
 	r := newRig(t)
 	u := r.use(r.volume("v"))
 	u.Secrets, u.StageSecrets = map[string]string{"p": secret}, map[string]string{"q": secret}
@@ -494,10 +565,43 @@ func TestRule14SecretsAreKeptNowhere(t *testing.T) {
 			t.Errorf("%v lost the plugin's own words", err)
 		}
 	}
-	r.answering(nil)
+	// The token of a call is a secret too.
+	var tokens []string
+	r.answering(func(ctx context.Context, _ string, request any, next func(context.Context) (any, error)) (any, error) {
+		if p, ok := request.(*preparev1alpha1.NodePrepareVolumeRequest); ok {
+			for _, encode := range []func([]byte) string{hex.EncodeToString, base64.StdEncoding.EncodeToString, func(b []byte) string { return string(b) }} {
+				tokens = append(tokens, encode(p.GetHandoffToken()))
+			}
+		}
+		return next(ctx)
+	})
 	record := r.up(u)
+	r.up(u) // a refresh
 	files()
+	for _, m := range r.table().Mounts {
+		look("the mount table", m.SBOptions+m.Source)
+	}
+	found, err := Audit(r.ctx, r.path("co"))
+	r.must(err)
+	look("an audit", fmt.Sprint(found))
 	r.down(record.Key())
 	look("the log", r.log.String())
+	for _, secret = range tokens {
+		look("the log", r.log.String())
+		files()
+	}
+	if len(tokens) == 0 {
+		t.Error("no token was seen")
+	}
+
+	// Nor does a runtime get it, which would write it to a configuration.
+	secret = "canary-" + rand.Text()
+	parameters := []mountspec.Parameter{{Key: "password", Secret: mountspec.NewSecret(secret)}}
+	specs := []mountspec.Spec{{Kind: &mountspec.Filesystem{Type: "tmpfs", Parameters: parameters}}}
+	entries, err := oci.Convert(specs, make([]mountspec.Place, 1), oci.Options{Destination: "/data"})
+	if err == nil {
+		t.Errorf("converted to %+v", entries)
+	}
+	look("a configuration", fmt.Sprintf("%+v, %v", entries, err))
 	r.nothingLeft()
 }
