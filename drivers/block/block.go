@@ -203,7 +203,7 @@ func (d *Driver) load() (err error) {
 		Flights:     &d.byVolume,
 		Release:     d.release,
 		BootID:      d.config.BootID,
-		Kinds:       []prepare.MountKind{prepare.MountKind_MOUNT_KIND_BLOCK_DEVICE, prepare.MountKind_MOUNT_KIND_FILESYSTEM},
+		Kinds:       []prepare.MountKind{prepare.MountKind_MOUNT_KIND_BLOCK_DEVICE, prepare.MountKind_MOUNT_KIND_FILESYSTEM, prepare.MountKind_MOUNT_KIND_HANDLE},
 		MultiWriter: true,
 	})
 	if err != nil {

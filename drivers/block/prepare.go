@@ -70,24 +70,32 @@ func (d *Driver) Check(_ context.Context, req *prepare.NodePrepareVolumeRequest)
 	if err != nil {
 		return err
 	}
-	if err := checkPerformer(req.GetPerformer(), s.Type); err != nil {
+	if err := checkPerformer(req, s.Type); err != nil {
 		return err
 	}
 	return d.compatible(req, s, o)
 }
 
-func checkPerformer(p *prepare.Performer, t filesystem.Type) error {
-	kind := prepare.MountKind_MOUNT_KIND_BLOCK_DEVICE
-	if t != "" {
-		kind = prepare.MountKind_MOUNT_KIND_FILESYSTEM
-	}
-	if !slices.Contains(p.GetKinds(), kind) {
-		return status.Errorf(codes.FailedPrecondition, "performer.kinds: this plugin returns %s alone for this access type; offer it", kind)
-	}
-	if t != "" && !slices.Contains(p.GetFsTypes(), string(t)) {
+func checkPerformer(req *prepare.NodePrepareVolumeRequest, t filesystem.Type) error {
+	p := req.GetPerformer()
+	offers := func(k prepare.MountKind) bool { return slices.Contains(p.GetKinds(), k) }
+	switch {
+	case t == "" && offers(prepare.MountKind_MOUNT_KIND_BLOCK_DEVICE), t != "" && mountsItself(p, t), t != "" && takesHandle(req):
+		return nil
+	case t == "":
+		return status.Errorf(codes.FailedPrecondition, "performer.kinds: this plugin returns %s alone for this access type; offer it", prepare.MountKind_MOUNT_KIND_BLOCK_DEVICE)
+	case offers(prepare.MountKind_MOUNT_KIND_FILESYSTEM):
 		return status.Errorf(codes.FailedPrecondition, "performer.fs_types: the volume has %s; offer it", t)
+	case offers(prepare.MountKind_MOUNT_KIND_HANDLE):
+		return status.Errorf(codes.FailedPrecondition, "handle_socket: is needed for a handle, and the kernel NODE; offer %s instead, or set both", prepare.MountKind_MOUNT_KIND_FILESYSTEM)
 	}
-	return nil
+	return status.Errorf(codes.FailedPrecondition, "performer.kinds: this plugin returns %s or %s for this access type; offer one of them",
+		prepare.MountKind_MOUNT_KIND_FILESYSTEM, prepare.MountKind_MOUNT_KIND_HANDLE)
+}
+
+// mountsItself tells whether the CO mounts a filesystem of type t.
+func mountsItself(p *prepare.Performer, t filesystem.Type) bool {
+	return slices.Contains(p.GetKinds(), prepare.MountKind_MOUNT_KIND_FILESYSTEM) && slices.Contains(p.GetFsTypes(), string(t))
 }
 
 // compatible refuses what cannot be together with the other preparations of
@@ -140,7 +148,8 @@ func (d *Driver) numberOf(volumeID string, s stage) (device.Number, error) {
 }
 
 // Specs implements server.Driver: one spec, for a block volume the device, for
-// a mount volume the filesystem on it.
+// a mount volume the filesystem on it, or where the CO does not mount that type
+// a mount of it.
 func (d *Driver) Specs(ctx context.Context, req *prepare.NodePrepareVolumeRequest) ([]*prepare.MountSpec, error) {
 	e, err := d.usable(req.GetVolumeId())
 	if err != nil {
@@ -179,6 +188,19 @@ func (d *Driver) Specs(ctx context.Context, req *prepare.NodePrepareVolumeReques
 		if !slices.ContainsFunc(o.parameters, func(p *prepare.FsParameter) bool { return p.GetKey() == flag }) {
 			o.parameters = append(o.parameters, &prepare.FsParameter{Key: flag})
 		}
+	}
+	if !mountsItself(req.GetPerformer(), s.Type) {
+		if err := d.handOver(ctx, req, s, o); err != nil {
+			if !known {
+				err = also(err, d.release(context.WithoutCancel(ctx), key.Volume, key.Name))
+			}
+			return nil, refusal(server.HandoffStatus(err))
+		}
+		return []*prepare.MountSpec{{
+			Kind:           &prepare.MountSpec_Handle{Handle: &prepare.MountHandle{HandleId: handleID, FsType: string(s.Type)}},
+			Attributes:     o.attributes,
+			IdmapSupported: true,
+		}}, nil
 	}
 	return []*prepare.MountSpec{{
 		Kind: &prepare.MountSpec_Filesystem{Filesystem: &prepare.FilesystemMount{

@@ -57,7 +57,7 @@ func (d *Driver) copySnapshot(ctx context.Context, to *os.File, id string) (*for
 
 // copyVolume copies a volume as it is at one moment. The caller has its
 // flight. Where blocks cannot be shared, copying takes longer than a moment
-// and a volume in use is refused.
+// and a volume that is prepared is refused.
 func (d *Driver) copyVolume(ctx context.Context, to *os.File, id string) (*format, error) {
 	e, err := d.usable(id)
 	if err != nil {
@@ -84,11 +84,38 @@ func (d *Driver) copyVolume(ctx context.Context, to *os.File, id string) (*forma
 	switch {
 	case err != nil, shared:
 	case staged:
-		err = status.Errorf(codes.FailedPrecondition, "volume_id: the volume is staged, and the filesystem of %s cannot share blocks: a copy would mix what is written meanwhile; call NodeUnstageVolume first", d.config.Dir)
+		err = d.copyStaged(ctx, to, from, id, s)
 	default:
 		err = copyData(ctx, to, from)
 	}
 	return e.Value.Format, err
+}
+
+// copyStaged copies a volume that is staged and that nobody has prepared or
+// mounted: nobody will meanwhile, as the caller has its flight and the device is
+// claimed.
+func (d *Driver) copyStaged(ctx context.Context, to, from *os.File, id string, s stage) error {
+	prepared, err := d.preparations.Prepared(id)
+	if err != nil {
+		return err
+	}
+	if prepared {
+		return status.Errorf(codes.FailedPrecondition, "volume_id: the volume is prepared, and the filesystem of %s cannot share blocks: a copy would mix what is written meanwhile; call NodeUnprepareVolume first", d.config.Dir)
+	}
+	dev, err := d.openStaged(id, s, unix.O_RDWR) // its number is no other's now
+	if err != nil {
+		return err
+	}
+	defer dev.Close()
+	claimed, err := d.nodes.Claim(s.Loop.Number, unix.O_RDWR)
+	if err != nil {
+		return err
+	}
+	defer claimed.Close()
+	if err := claimed.Sync(); err != nil {
+		return err
+	}
+	return copyData(ctx, to, from)
 }
 
 // flush brings to the file what the filesystem and the device hold back, so

@@ -15,7 +15,6 @@ import (
 	"github.com/csi-prepare/csi-prepare/drivers/directory"
 	"github.com/csi-prepare/csi-prepare/drivers/server"
 	"github.com/csi-prepare/csi-prepare/drivers/tree"
-	"github.com/csi-prepare/csi-prepare/reference/handoff"
 	prepare "github.com/csi-prepare/csi-prepare/spec/preparev1alpha1"
 )
 
@@ -99,7 +98,7 @@ func (d *Driver) Specs(ctx context.Context, req *prepare.NodePrepareVolumeReques
 	}
 	handle, err := d.servers.serve(ctx, o, req.GetHeldHandles())
 	if err != nil {
-		return nil, handoffStatus(err)
+		return nil, server.HandoffStatus(err)
 	}
 	ours := len(o.Program) == 0 // what another's program can do is not known
 	return []*prepare.MountSpec{{
@@ -240,18 +239,4 @@ func (d *Driver) sharedBeside(volumeID, prepareID string) (bool, error) {
 		}
 	}
 	return false, nil
-}
-
-// handoffStatus is the status of a call whose handoff came to err.
-func handoffStatus(err error) error {
-	var refused *handoff.Refusal
-	if !errors.As(err, &refused) {
-		return err
-	}
-	switch refused.Code {
-	case codes.Internal, codes.Unavailable, codes.DeadlineExceeded, codes.ResourceExhausted:
-		return status.Errorf(refused.Code, "handle_socket: the CO answers: %s", refused.Message)
-	default:
-		return status.Errorf(codes.FailedPrecondition, "handle_socket: the CO answers %s: %s", refused.Code, refused.Message)
-	}
 }

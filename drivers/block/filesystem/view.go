@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"os"
 	"path/filepath"
+	"strings"
 	"unsafe"
 
 	"golang.org/x/sys/unix"
@@ -38,10 +39,12 @@ type View struct {
 	dev *os.File
 }
 
-// Open mounts the filesystem on a device. parameters are those of its other
-// mounts. Close it soon: while it is the only one, others cannot mount the
-// device exclusively.
-func Open(dev *os.File, t Type, parameters ...string) (*View, error) {
+// Detach mounts the filesystem on a device, attached nowhere, with the
+// attributes of mount_setattr(2), and returns the root of that mount: the mount
+// ends when the last descriptor of it does. parameters, "key" or "key=value",
+// are those of the other mounts of the device: the kernel ignores different
+// ones.
+func Detach(dev *os.File, t Type, attributes int, parameters ...string) (*os.File, error) {
 	c, err := kernel.OpenFS(string(t))
 	if err != nil {
 		return nil, err
@@ -51,19 +54,36 @@ func Open(dev *os.File, t Type, parameters ...string) (*View, error) {
 		return nil, err
 	}
 	for _, p := range parameters {
-		if err := c.SetFlag(p); err != nil {
+		key, value, isText := strings.Cut(p, "=")
+		if isText {
+			err = c.SetString(key, value)
+		} else {
+			err = c.SetFlag(key)
+		}
+		if err != nil {
 			return nil, err
 		}
 	}
 	if err := c.Create(); err != nil {
 		return nil, err
 	}
-	mount, err := c.Mount(unix.MOUNT_ATTR_NOSUID | unix.MOUNT_ATTR_NODEV | unix.MOUNT_ATTR_NOEXEC | unix.MOUNT_ATTR_NOATIME)
+	mount, err := c.Mount(attributes)
 	if err != nil {
 		return nil, err
 	}
-	defer unix.Close(mount)
-	dir, err := unix.Openat(mount, ".", unix.O_RDONLY|unix.O_DIRECTORY|unix.O_CLOEXEC, 0)
+	return os.NewFile(uintptr(mount), "detached "+string(t)), nil
+}
+
+// Open mounts the filesystem on a device. parameters are those of its other
+// mounts. Close it soon: while it is the only one, others cannot mount the
+// device exclusively.
+func Open(dev *os.File, t Type, parameters ...string) (*View, error) {
+	mount, err := Detach(dev, t, unix.MOUNT_ATTR_NOSUID|unix.MOUNT_ATTR_NODEV|unix.MOUNT_ATTR_NOEXEC|unix.MOUNT_ATTR_NOATIME, parameters...)
+	if err != nil {
+		return nil, err
+	}
+	defer mount.Close()
+	dir, err := unix.Openat(int(mount.Fd()), ".", unix.O_RDONLY|unix.O_DIRECTORY|unix.O_CLOEXEC, 0)
 	if err != nil {
 		return nil, fmt.Errorf("open the root of the %s: %w", t, err)
 	}
