@@ -3,6 +3,7 @@ package co
 import (
 	"crypto/sha256"
 	"encoding/hex"
+	"encoding/json"
 	"fmt"
 	"path/filepath"
 	"strings"
@@ -62,7 +63,7 @@ const (
 var phases = []Phase{Staging, Preparing, Performing, Performed, Undoing, Unpreparing, Unstaging, Removing}
 
 // Record is what the ledger says of one preparation. It holds no secret, no
-// context and no mount flag.
+// context and no value of a mount flag.
 type Record struct {
 	// Version is 1.
 	Version int `json:"version"`
@@ -96,6 +97,11 @@ type Record struct {
 	Uncertain bool `json:"uncertain"`
 	// SpecDigests are of the mount specs that were accepted.
 	SpecDigests []string `json:"spec_digests,omitempty"`
+	// Asked is what was asked for, and Specs are the mount specs that were
+	// accepted, as protojson and without secrets. They are for reading:
+	// nothing is decided by them.
+	Asked *Asked          `json:"asked,omitempty"`
+	Specs json.RawMessage `json:"mount_specs,omitempty"`
 	// Receipts are of what is, or was about to be, performed.
 	Receipts []perform.Receipt `json:"receipts,omitempty"`
 	// Devices have to be free again after undo.

@@ -122,6 +122,7 @@ func (c *CO) up(ctx context.Context, u *Use) (*Record, error) {
 		BootID: c.boot, Driver: f.name, Endpoint: u.Endpoint, VolumeID: u.VolumeID, PrepareID: u.PrepareID,
 		PreparePath: c.preparePath(k), Readonly: u.Readonly, Ephemeral: u.Ephemeral,
 		Target: u.Target.Path, TargetNamespace: namespace, RequestDigest: digest, Created: now,
+		Asked: askedOf(u.Capability),
 	}
 	switch {
 	case u.CallerStages:
@@ -179,7 +180,7 @@ func (a *act) bringUp(ctx context.Context, u *Use, p *plugin) error {
 		return err
 	}
 	defer x.close()
-	a.r.SpecDigests = digestsOf(x.specs)
+	a.r.SpecDigests, a.r.Specs = digestsOf(x.specs), withoutSecrets(x.message.GetMountSpecs())
 	if err := a.set(Performing, false); err != nil {
 		return err
 	}
