@@ -35,6 +35,9 @@ func lacking(f Feature) string {
 	if kind, is := strings.CutPrefix(string(f), "access."); is {
 		return fmt.Sprintf("it is about volumes of the access type %s; --csi.testvolumeaccesstype %s tests those", kind, kind)
 	}
+	if f == Orchestrate {
+		return "it is about a whole CO, and csi.prepare.testing.v1alpha1.Orchestrator is not served"
+	}
 	return fmt.Sprintf("the plugin does not claim %s", f)
 }
 

@@ -28,6 +28,8 @@ type clients struct {
 	group      csi.GroupControllerClient
 	prepare    preparev1alpha1.NodePrepareClient
 	performer  testingv1alpha1.PerformerClient
+	// orchestrator is the performer, if it is a whole CO.
+	orchestrator testingv1alpha1.OrchestratorClient
 
 	// channel is what handles come over.
 	channel *channel
@@ -72,6 +74,7 @@ func dial(endpoint, controller string, timeout time.Duration, seen func(req, ans
 	c.node = csi.NewNodeClient(node)
 	c.prepare = preparev1alpha1.NewNodePrepareClient(node)
 	c.performer = testingv1alpha1.NewPerformerClient(node)
+	c.orchestrator = testingv1alpha1.NewOrchestratorClient(node)
 	return c, nil
 }
 

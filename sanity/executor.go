@@ -27,8 +27,10 @@ var executorSections = []writer{
 	{"Perform", performSpecs},
 	{"Undo", undoSpecs},
 	{"Audit", auditSpecs},
+	{"The machine", hostSpecs},
 	{"Crash and reboot", recoverSpecs},
 	{"Secrets", executorSecretSpecs},
+	{"What the plugin is asked", orchestratorSpecs},
 }
 
 type (

@@ -227,7 +227,7 @@ func untilReady(ctx context.Context, c *clients) error {
 
 func (s *Suite) readyPerformer(ctx context.Context, endpoint string) error {
 	s.name, s.features = orElse(s.config.Name, endpoint), features{}
-	return s.await(ctx, endpoint, "Undo", func(ctx context.Context) error {
+	err := s.await(ctx, endpoint, "Undo", func(ctx context.Context) error {
 		// Any answer will do: to undo nothing is no test.
 		_, err := s.clients.performer.Undo(ctx, &testingv1alpha1.UndoRequest{Id: "ready"}, grpc.WaitForReady(true))
 		switch status.Code(err) {
@@ -236,6 +236,15 @@ func (s *Suite) readyPerformer(ctx context.Context, endpoint string) error {
 		}
 		return nil
 	})
+	if err != nil {
+		return err
+	}
+	// A whole CO serves this too; of nothing there is nothing to take down.
+	_, err = s.clients.orchestrator.Down(ctx, &testingv1alpha1.DownRequest{})
+	if status.Code(err) != codes.Unimplemented {
+		s.features[Orchestrate] = true
+	}
+	return nil
 }
 
 // stop ends what start started and removes what it made.

@@ -2,6 +2,7 @@ package co
 
 import (
 	"context"
+	"path/filepath"
 
 	"google.golang.org/grpc"
 
@@ -14,6 +15,7 @@ import (
 type Mutant struct {
 	mutant.Mutant
 	fault fault
+	rule  func(*Orchestrator) // of the CO around it, if that has the fault
 }
 
 // New returns the Server that has the fault; its records are as those of the
@@ -25,6 +27,17 @@ func (m Mutant) New(directory string) (*Server, error) {
 		return nil, err
 	}
 	m.fault(p, s)
+	if directory == "" {
+		return s, nil
+	}
+	o, err := NewOrchestrator(p, filepath.Join(directory, "co"))
+	if err != nil {
+		return nil, err
+	}
+	if m.rule != nil {
+		m.rule(o)
+	}
+	s.Orchestrator = o
 	return s, nil
 }
 
@@ -37,6 +50,13 @@ func seat(name string, c mutant.Category, breaks requirement.ID, story string, f
 		Mutant: mutant.Mutant{Name: name, Actor: requirement.CO, Category: c, Breaks: breaks, Story: story},
 		fault:  f,
 	}
+}
+
+// owing makes the entry of a CO that owes a plugin something.
+func owing(name string, c mutant.Category, breaks requirement.ID, story string, rule func(*Orchestrator)) Mutant {
+	m := seat(name, c, breaks, story, func(*Plain, *Server) {})
+	m.rule = rule
+	return m
 }
 
 // around replaces one method of the service, known by the type of its

@@ -28,6 +28,9 @@ import (
 type Server struct {
 	testingv1alpha1.UnimplementedPerformerServer
 
+	// Orchestrator, if set, is served beside it: a whole CO.
+	Orchestrator testingv1alpha1.OrchestratorServer
+
 	executor Executor
 	ledger   ledger
 	faults   []grpc.UnaryServerInterceptor
@@ -56,7 +59,12 @@ func New(e Executor, directory string) (*Server, error) {
 
 // Serve registers the service of s. The grpc.Server has to be made with
 // s.Options().
-func (s *Server) Serve(g *grpc.Server) { testingv1alpha1.RegisterPerformerServer(g, s) }
+func (s *Server) Serve(g *grpc.Server) {
+	testingv1alpha1.RegisterPerformerServer(g, s)
+	if s.Orchestrator != nil {
+		testingv1alpha1.RegisterOrchestratorServer(g, s.Orchestrator)
+	}
+}
 
 // Options are the options of the grpc.Server that s is served by.
 func (s *Server) Options() []grpc.ServerOption {

@@ -125,7 +125,7 @@ func newEmbeddedExecutor() *cobra.Command {
 		RunE: func(cmd *cobra.Command, args []string) error {
 			ctx, stop := signal.NotifyContext(cmd.Context(), unix.SIGTERM, unix.SIGINT)
 			defer stop()
-			s, err := co.New(new(co.Reference), args[0])
+			s, err := co.NewReferenceServer(args[0])
 			if err != nil {
 				return err
 			}

@@ -15,12 +15,12 @@ import (
 	"github.com/spf13/cobra"
 	"golang.org/x/sys/unix"
 
-	"github.com/csi-prepare/csi-prepare/reference/perform"
+	"github.com/csi-prepare/csi-prepare/reference/co"
 	"github.com/csi-prepare/csi-prepare/sanity"
 )
 
 func main() {
-	perform.MainIfChild()
+	co.Child()
 	os.Exit(run(os.Args[1:]))
 }
 
