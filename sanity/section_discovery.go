@@ -24,6 +24,7 @@ var pluginSections = []writer{
 	{"NodeListPreparedVolumes", listSpecs},
 	{"Mount specs", mountSpecSpecs},
 	{"Devices", blockSpecs},
+	{"Networks", networkSpecs},
 	{"Handoff and FUSE", fuseSpecs},
 	{"Concurrency", concurrencySpecs},
 	{"Idempotency", idempotencySpecs},

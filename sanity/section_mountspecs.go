@@ -50,6 +50,8 @@ var staticRules = []struct {
 	{"a source keeps its length", requirement.FilesystemSourceLength, KindFilesystem},
 	{"a source is no path of the node", requirement.FilesystemSourceNoPath, KindFilesystem},
 	{"names of servers are resolved", requirement.FilesystemNamesResolved, KindFilesystem},
+	{"versions of protocols are said", requirement.FilesystemVersionExplicit, KindFilesystem},
+	{"a source does not climb", requirement.FilesystemSourceNoDotdot, KindFilesystem},
 	{"the base of a bind is known", requirement.BindBaseKnown, KindBind},
 	{"the base of a bind was in the call", requirement.BindBaseSet, KindBind},
 	{"the grant of a bind was offered", requirement.BindGrantOffered, KindBind},

@@ -14,7 +14,6 @@ import (
 	"testing"
 	"time"
 
-	"github.com/container-storage-interface/spec/lib/go/csi"
 	"golang.org/x/sys/unix"
 	"google.golang.org/grpc"
 
@@ -150,8 +149,9 @@ func TestServerStopped(t *testing.T) {
 // A server that says nothing holds up its own volume until the deadline of the
 // step, and no other.
 func TestServerSilent(t *testing.T) {
-	s := newSite(t, func(s *site) { s.policy = "defaults: {stepDeadline: 3s, attempts: 1, grants: {}}" })
+	s := newSite(t)
 	v := s.volume()
+	s.reopen(strict)
 	restore := s.silent()
 	var wg sync.WaitGroup
 	wg.Go(func() {
@@ -164,30 +164,11 @@ func TestServerSilent(t *testing.T) {
 	s.other()
 	wg.Wait()
 	restore()
+	s.reopen(lenient)
 	s.nothingLeft()
-	s.mounts(v, nil) // again
-}
-
-// mounts brings a volume up and down, however slow the machine is: the policy of
-// the CO may be stricter than that.
-func (s *site) mounts(v *csi.Volume, check func()) {
-	s.Helper()
-	for {
-		r, err := s.co.Up(s.ctx, s.use(v, "c1"))
-		if errors.Is(err, context.DeadlineExceeded) && s.ctx.Err() == nil {
-			continue
-		}
-		s.must(err)
-		if check != nil {
-			check()
-		}
-		for err = s.co.Down(s.ctx, r.Key()); errors.Is(err, context.DeadlineExceeded) && s.ctx.Err() == nil; {
-			err = s.co.Down(s.ctx, r.Key())
-		}
-		s.must(err)
-		s.nothingLeft()
-		return
-	}
+	r := s.up(s.use(v, "c1"))
+	s.down(r.Key())
+	s.nothingLeft()
 }
 
 // other performs and undoes a volume that needs no server.
@@ -258,10 +239,11 @@ func TestDirectoryRemoved(t *testing.T) {
 func TestUndoWhileSilent(t *testing.T) {
 	for _, version := range []string{"3", "4.2"} {
 		t.Run(version, func(t *testing.T) {
-			s := newSite(t, func(s *site) { s.policy = "defaults: {stepDeadline: 5s, attempts: 1}" })
+			s := newSite(t)
 			v := s.volume("vers", version)
 			r := s.up(s.use(v, "c1"))
 			s.write(s.place("c1", "file"), "text")
+			s.reopen(strict)
 			restore := s.silent()
 			ctx, cancel := context.WithTimeout(s.ctx, 2*time.Minute)
 			defer cancel()
@@ -273,6 +255,7 @@ func TestUndoWhileSilent(t *testing.T) {
 				t.Error("it has not ended within its deadline")
 			}
 			restore()
+			s.reopen(lenient)
 			s.down(r.Key()) // whatever was left of it
 			s.nothingLeft()
 		})

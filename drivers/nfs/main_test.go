@@ -105,7 +105,7 @@ func newSite(t *testing.T, change ...func(*site)) *site {
 	s := &site{T: t, ctx: ctx, host: theServer.host, dir: tempDir(t), export: "/" + strings.NewReplacer("/", "-").Replace(t.Name())}
 	s.addresses = []netip.Addr{netip.MustParseAddr(nfsd.Address4)}
 	s.endpoint = "unix://" + s.dir + "/csi.sock"
-	s.policy = "defaults: {stepDeadline: 20s, attempts: 2}"
+	s.policy = lenient
 	for _, c := range change {
 		c(s)
 	}
@@ -195,6 +195,21 @@ func (s *site) dial() *grpc.ClientConn {
 	s.must(err)
 	s.Cleanup(func() { conn.Close() })
 	return conn
+}
+
+// Policies of the CO: a guest on a busy machine is slow, and a step that never
+// ends is to end soon all the same.
+const (
+	lenient = "defaults: {stepDeadline: 2m, attempts: 2}"
+	strict  = "defaults: {stepDeadline: 3s, attempts: 1}"
+)
+
+// reopen has the next CO take over, with another policy.
+func (s *site) reopen(policy string) {
+	s.Helper()
+	s.must(s.co.Close())
+	s.policy = policy
+	s.open()
 }
 
 // volume makes a volume.

@@ -154,10 +154,10 @@ func hostileTexts() (all []hostile) {
 	opaque = filesystem("ext4")
 	opaque.GetFilesystem().Source = &pb.FilesystemMount_Opaque{Opaque: "/dev/vda"}
 	add("a device as an opaque source", requirement.FilesystemSourceNoPath, one(opaque))
-	long := filesystem("nfs4", text("addr", "192.0.2.1"))
+	long := filesystem("nfs4", text("addr", "192.0.2.1"), text("vers", "4.2"))
 	long.GetFilesystem().Source = &pb.FilesystemMount_Opaque{Opaque: "192.0.2.1:/" + strings.Repeat("a", 256)}
 	add("a source over 255 bytes", requirement.FilesystemSourceLength, one(long))
-	add("a server by name", requirement.FilesystemNamesResolved, one(filesystem("nfs4", text("addr", "server.example"))))
+	add("a server by name", requirement.FilesystemNamesResolved, one(filesystem("nfs4", text("addr", "server.example"), text("vers", "4.2"))))
 
 	all = append(all, hostile{name: "a device number that is none", specs: one(blockDevice(0, 0)), rule: requirement.BlockNumbers, use: blockOnly})
 	mode := blockDevice(7, 0)

@@ -14,6 +14,7 @@ func (c *check) filesystem(k *Filesystem) {
 	c.fsSource(k)
 	c.parameters(k.Parameters)
 	c.addresses(k)
+	c.version(k)
 }
 
 func (c *check) fsType(t string) {
@@ -45,6 +46,10 @@ func (c *check) fsSource(k *Filesystem) {
 	c.text(field, k.Source)
 	if len(k.Source) > maxValue {
 		c.add(requirement.FilesystemSourceLength, field, "%d bytes: at most %d", len(k.Source), maxValue)
+	}
+	if hasDotDot(k.Source) {
+		c.add(requirement.FilesystemSourceNoDotdot, field,
+			`has the component "..": name what is meant from the top of what the server exports`)
 	}
 	switch {
 	case k.Device != nil:
@@ -181,4 +186,25 @@ func (c *check) addresses(k *Filesystem) {
 	c.add(requirement.FilesystemNamesResolved, "filesystem.parameters",
 		"%s without %s=: resolve the server while preparing and send its address",
 		k.Type, strings.Join(keys, "= or "))
+}
+
+// fixedVersions are what the kernel's NFS client does not choose a version for.
+var fixedVersions = []string{"3", "4.0", "4.1", "4.2"}
+
+// version judges that the kernel does not choose the version of the protocol.
+func (c *check) version(k *Filesystem) {
+	if k.Type != "nfs" && k.Type != "nfs4" {
+		return
+	}
+	for i := range k.Parameters {
+		if p := &k.Parameters[i]; p.Key == "vers" {
+			if !slices.Contains(fixedVersions, p.Text) {
+				c.add(requirement.FilesystemVersionExplicit, parameterField(i, "text"),
+					"vers leaves a choice: send one of %s", strings.Join(fixedVersions, ", "))
+			}
+			return
+		}
+	}
+	c.add(requirement.FilesystemVersionExplicit, "filesystem.parameters",
+		"%s without vers=: send one of %s", k.Type, strings.Join(fixedVersions, ", "))
 }

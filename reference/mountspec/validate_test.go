@@ -49,7 +49,7 @@ func TestValidateAllocatesNothingWithoutViolation(t *testing.T) {
 				Parameters: []Parameter{{Key: "discard"}, {Key: "errors", Text: "remount-ro"}},
 			}},
 			{Target: "nfs", Kind: &Filesystem{
-				Type: "nfs4", Source: "[2001:db8::1]:/v", Parameters: []Parameter{{Key: "addr", Text: "2001:db8::1"}},
+				Type: "nfs4", Source: "[2001:db8::1]:/v", Parameters: []Parameter{{Key: "addr", Text: "2001:db8::1"}, {Key: "vers", Text: "4.2"}},
 			}},
 			{Target: "cifs", Kind: &Filesystem{
 				Type: "cifs", Source: "//192.0.2.1/v",

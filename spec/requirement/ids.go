@@ -3,7 +3,7 @@
 package requirement
 
 // SpecDigest is the SHA-256 of the SPEC.md the constants come from.
-const SpecDigest = "fdb72b2c3afe7bc94c1fbbd51465eca29e4a4f948f35c4ca22428b0d202d4fa2"
+const SpecDigest = "a0bed238ae56aff2d54cb466f9eb9ec03d45a18f420aa7202839717ab5148f7b"
 
 // The requirements, in the order of SPEC.md.
 const (
@@ -53,6 +53,8 @@ const (
 	PrepareUnsupportedCapability ID = "prepare.unsupported-capability"
 	// The Plugin MUST answer `INVALID_ARGUMENT` to a mount flag that it cannot honour.
 	PrepareMountFlagRefused ID = "prepare.mount-flag-refused"
+	// The Plugin MUST NOT take one mount flag for more than one option, whatever characters it holds.
+	PrepareMountFlagSingle ID = "prepare.mount-flag-single"
 	// The Plugin MUST NOT show more of a mount flag in an error than the text before `=`.
 	PrepareMountFlagMasked ID = "prepare.mount-flag-masked"
 	// The Plugin MUST answer `INVALID_ARGUMENT` to a `volume_mount_group` that it cannot honour.
@@ -113,6 +115,8 @@ const (
 	UnprepareResourcesFreed ID = "unprepare.resources-freed"
 	// The Plugin MUST NOT change or delete data of a volume in `NodeUnprepareVolume`.
 	UnprepareDataKept ID = "unprepare.data-kept"
+	// The Plugin MUST keep what other preparations of the volume need, a session with a server among it, until the last of them is unprepared.
+	UnprepareOthersKept ID = "unprepare.others-kept"
 	// The Plugin MUST answer `FAILED_PRECONDITION` to `NodeUnstageVolume` while the volume has a preparation on the node.
 	UnprepareUnstageRefused ID = "unprepare.unstage-refused"
 	// The Plugin MUST answer `FAILED_PRECONDITION` to `DeleteVolume` while it knows of a preparation of the volume.
@@ -207,6 +211,10 @@ const (
 	FilesystemSourceNoPath ID = "filesystem.source-no-path"
 	// The Plugin MUST resolve the name of a server to a numeric address and pass it as a parameter, where the kernel's filesystem does not resolve names.
 	FilesystemNamesResolved ID = "filesystem.names-resolved"
+	// The Plugin MUST NOT return an `opaque` source with a component `..`.
+	FilesystemSourceNoDotdot ID = "filesystem.source-no-dotdot"
+	// The Plugin MUST pass the version of the protocol to `nfs` and `nfs4` as the parameter `vers`, from 4 on with the minor version.
+	FilesystemVersionExplicit ID = "filesystem.version-explicit"
 	// The Plugin MUST NOT make a filesystem on a device that is not proven blank.
 	FilesystemBlankDevice ID = "filesystem.blank-device"
 	// The Plugin MUST answer `FAILED_PRECONDITION` to a preparation whose superblock parameters are not those of a living preparation of the same device.
@@ -289,6 +297,12 @@ const (
 	FUSECORestart ID = "fuse.co-restart"
 	// The Plugin MUST NOT return an extension whose type URL `performer.extensions` does not name.
 	ExtensionOffered ID = "extension.offered"
+	// The CO MUST NOT offer an extension that its operator has not allowed.
+	ExtensionOperatorAllows ID = "extension.operator-allows"
+	// The CO MUST refuse an extension whose message has a field that it does not know.
+	ExtensionUnknownField ID = "extension.unknown-field"
+	// The CO MUST run a program of an extension in a sandbox of its own, without the CO's privileges, files and environment.
+	ExtensionSandboxed ID = "extension.sandboxed"
 	// The CO MUST place the handoff socket in a directory that no one but the CO and the Plugin can reach.
 	HandoffSocketPrivate ID = "handoff.socket-private"
 	// The CO MUST make a new random token for each `NodePrepareVolume` call with a `handle_socket`.
@@ -323,6 +337,8 @@ const (
 	PerformTargetType ID = "perform.target-type"
 	// The CO MUST NOT create directories or files inside the data of a volume.
 	PerformNoVolumeDirs ID = "perform.no-volume-dirs"
+	// The CO MUST make a network filesystem in the network namespace of the node, not in that of the consumer.
+	PerformNodeNetwork ID = "perform.node-network"
 	// The CO MUST NOT stack a second mount when a performance is repeated.
 	PerformOnce ID = "perform.once"
 	// The CO MUST compare the mount table with the mount specs before it reports success.
@@ -597,6 +613,7 @@ var all = []Requirement{
 	{PrepareStagingRequired, Must, SP, "Arguments of NodePrepareVolume", "The Plugin MUST answer `FAILED_PRECONDITION` if it has `STAGE_UNSTAGE_VOLUME` and the volume is not staged at `staging_target_path`.", "v1alpha1"},
 	{PrepareUnsupportedCapability, Must, SP, "Arguments of NodePrepareVolume", "The Plugin MUST answer `FAILED_PRECONDITION` to a `volume_capability` that the volume does not support.", "v1alpha1"},
 	{PrepareMountFlagRefused, Must, SP, "Arguments of NodePrepareVolume", "The Plugin MUST answer `INVALID_ARGUMENT` to a mount flag that it cannot honour.", "v1alpha1"},
+	{PrepareMountFlagSingle, MustNot, SP, "Arguments of NodePrepareVolume", "The Plugin MUST NOT take one mount flag for more than one option, whatever characters it holds.", "v1alpha1"},
 	{PrepareMountFlagMasked, MustNot, SP, "Arguments of NodePrepareVolume", "The Plugin MUST NOT show more of a mount flag in an error than the text before `=`.", "v1alpha1"},
 	{PrepareMountGroupRefused, Must, SP, "Arguments of NodePrepareVolume", "The Plugin MUST answer `INVALID_ARGUMENT` to a `volume_mount_group` that it cannot honour.", "v1alpha1"},
 	{PreparePathPrivate, Must, CO, "Arguments of NodePrepareVolume", "The CO MUST make `prepare_path` an empty directory that belongs to no other preparation.", "v1alpha1"},
@@ -627,6 +644,7 @@ var all = []Requirement{
 	{UnprepareFinished, MustNot, SP, "NodeUnprepareVolume", "The Plugin MUST NOT answer `OK` before the work of `NodeUnprepareVolume` is finished.", "v1alpha1"},
 	{UnprepareResourcesFreed, MustNot, SP, "NodeUnprepareVolume", "The Plugin MUST NOT hold a descriptor, process, mount or device for a preparation after it has answered `OK` to the `NodeUnprepareVolume` call for it.", "v1alpha1"},
 	{UnprepareDataKept, MustNot, SP, "NodeUnprepareVolume", "The Plugin MUST NOT change or delete data of a volume in `NodeUnprepareVolume`.", "v1alpha1"},
+	{UnprepareOthersKept, Must, SP, "NodeUnprepareVolume", "The Plugin MUST keep what other preparations of the volume need, a session with a server among it, until the last of them is unprepared.", "v1alpha1"},
 	{UnprepareUnstageRefused, Must, SP, "NodeUnprepareVolume", "The Plugin MUST answer `FAILED_PRECONDITION` to `NodeUnstageVolume` while the volume has a preparation on the node.", "v1alpha1"},
 	{UnprepareDeleteRefused, Must, SP, "NodeUnprepareVolume", "The Plugin MUST answer `FAILED_PRECONDITION` to `DeleteVolume` while it knows of a preparation of the volume.", "v1alpha1"},
 	{UnprepareUndoneFirst, Must, CO, "NodeUnprepareVolume", "The CO MUST have undone every performance of a preparation before it calls `NodeUnprepareVolume`.", "v1alpha1"},
@@ -674,6 +692,8 @@ var all = []Requirement{
 	{FilesystemSourceLength, MustNot, SP, "Kind FILESYSTEM", "The Plugin MUST NOT return an `opaque` source of more than 255 bytes.", "v1alpha1"},
 	{FilesystemSourceNoPath, MustNot, SP, "Kind FILESYSTEM", "The Plugin MUST NOT return an `opaque` source that whoever performs would open as a path.", "v1alpha1"},
 	{FilesystemNamesResolved, Must, SP, "Kind FILESYSTEM", "The Plugin MUST resolve the name of a server to a numeric address and pass it as a parameter, where the kernel's filesystem does not resolve names.", "v1alpha1"},
+	{FilesystemSourceNoDotdot, MustNot, SP, "Kind FILESYSTEM", "The Plugin MUST NOT return an `opaque` source with a component `..`.", "v1alpha1"},
+	{FilesystemVersionExplicit, Must, SP, "Kind FILESYSTEM", "The Plugin MUST pass the version of the protocol to `nfs` and `nfs4` as the parameter `vers`, from 4 on with the minor version.", "v1alpha1"},
 	{FilesystemBlankDevice, MustNot, SP, "Kind FILESYSTEM", "The Plugin MUST NOT make a filesystem on a device that is not proven blank.", "v1alpha1"},
 	{FilesystemParametersAgree, Must, SP, "Kind FILESYSTEM", "The Plugin MUST answer `FAILED_PRECONDITION` to a preparation whose superblock parameters are not those of a living preparation of the same device.", "v1alpha1"},
 	{FilesystemExclusiveFirst, Must, CO, "Kind FILESYSTEM", "The CO MUST make the first mount of a device exclusively, so that it never gets a superblock with other parameters than it asked for.", "v1alpha1"},
@@ -715,6 +735,9 @@ var all = []Requirement{
 	{FUSEIdentity, MustNot, SP, "Kind FUSE", "The Plugin MUST NOT have preparations whose secrets differ share one FUSE mount.", "v1alpha1"},
 	{FUSECORestart, Must, SP, "Kind FUSE", "The Plugin MUST answer a repeated call in which the CO holds nothing any more, by `deposit` of the mount that it serves or by a new one.", "v1alpha1"},
 	{ExtensionOffered, MustNot, SP, "Kind EXTENSION", "The Plugin MUST NOT return an extension whose type URL `performer.extensions` does not name.", "v1alpha1"},
+	{ExtensionOperatorAllows, MustNot, CO, "Kind EXTENSION", "The CO MUST NOT offer an extension that its operator has not allowed.", "v1alpha1"},
+	{ExtensionUnknownField, Must, CO, "Kind EXTENSION", "The CO MUST refuse an extension whose message has a field that it does not know.", "v1alpha1"},
+	{ExtensionSandboxed, Must, CO, "Kind EXTENSION", "The CO MUST run a program of an extension in a sandbox of its own, without the CO's privileges, files and environment.", "v1alpha1"},
 	{HandoffSocketPrivate, Must, CO, "The socket", "The CO MUST place the handoff socket in a directory that no one but the CO and the Plugin can reach.", "v1alpha1"},
 	{HandoffTokenFresh, Must, CO, "The socket", "The CO MUST make a new random token for each `NodePrepareVolume` call with a `handle_socket`.", "v1alpha1"},
 	{HandoffTokenChecked, Must, CO, "The socket", "The CO MUST drop a handoff message whose token is not that of a pending call.", "v1alpha1"},
@@ -732,6 +755,7 @@ var all = []Requirement{
 	{PerformProtectedTarget, MustNot, CO, "Perform", "The CO MUST NOT perform onto procfs, sysfs, a cgroup filesystem or devpts.", "v1alpha1"},
 	{PerformTargetType, MustNot, CO, "Perform", "The CO MUST NOT attach a directory onto anything but a directory, nor a file onto anything but a regular file.", "v1alpha1"},
 	{PerformNoVolumeDirs, MustNot, CO, "Perform", "The CO MUST NOT create directories or files inside the data of a volume.", "v1alpha1"},
+	{PerformNodeNetwork, Must, CO, "Perform", "The CO MUST make a network filesystem in the network namespace of the node, not in that of the consumer.", "v1alpha1"},
 	{PerformOnce, MustNot, CO, "Perform", "The CO MUST NOT stack a second mount when a performance is repeated.", "v1alpha1"},
 	{PerformVerified, Must, CO, "Perform", "The CO MUST compare the mount table with the mount specs before it reports success.", "v1alpha1"},
 	{PerformReceipt, Must, CO, "Perform", "The CO MUST keep a receipt with the unique id of each mount that it made.", "v1alpha1"},
