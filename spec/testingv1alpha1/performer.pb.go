@@ -787,6 +787,64 @@ func (*ResumeResponse) Descriptor() ([]byte, []int) {
 	return file_csi_prepare_testing_v1alpha1_performer_proto_rawDescGZIP(), []int{13}
 }
 
+// The worked extension, of type URL
+// "type.csi-prepare.dev/csi.prepare.testing.v1alpha1.CommandMount": a
+// program fills a new filesystem of 1 MiB, which is its working
+// directory and all that it can write to. Then that is attached.
+type CommandMount struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// A name; the operator says which program it stands for. The suite
+	// names "sh", a POSIX shell.
+	Program       string   `protobuf:"bytes,1,opt,name=program,proto3" json:"program,omitempty"`
+	Arguments     []string `protobuf:"bytes,2,rep,name=arguments,proto3" json:"arguments,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *CommandMount) Reset() {
+	*x = CommandMount{}
+	mi := &file_csi_prepare_testing_v1alpha1_performer_proto_msgTypes[14]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *CommandMount) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*CommandMount) ProtoMessage() {}
+
+func (x *CommandMount) ProtoReflect() protoreflect.Message {
+	mi := &file_csi_prepare_testing_v1alpha1_performer_proto_msgTypes[14]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use CommandMount.ProtoReflect.Descriptor instead.
+func (*CommandMount) Descriptor() ([]byte, []int) {
+	return file_csi_prepare_testing_v1alpha1_performer_proto_rawDescGZIP(), []int{14}
+}
+
+func (x *CommandMount) GetProgram() string {
+	if x != nil {
+		return x.Program
+	}
+	return ""
+}
+
+func (x *CommandMount) GetArguments() []string {
+	if x != nil {
+		return x.Arguments
+	}
+	return nil
+}
+
 var File_csi_prepare_testing_v1alpha1_performer_proto protoreflect.FileDescriptor
 
 const file_csi_prepare_testing_v1alpha1_performer_proto_rawDesc = "" +
@@ -839,7 +897,10 @@ const file_csi_prepare_testing_v1alpha1_performer_proto_rawDesc = "" +
 	"\fDownResponse\"-\n" +
 	"\rResumeRequest\x12\x1c\n" +
 	"\tendpoints\x18\x01 \x03(\tR\tendpoints\"\x10\n" +
-	"\x0eResumeResponse2\xc0\x02\n" +
+	"\x0eResumeResponse\"F\n" +
+	"\fCommandMount\x12\x18\n" +
+	"\aprogram\x18\x01 \x01(\tR\aprogram\x12\x1c\n" +
+	"\targuments\x18\x02 \x03(\tR\targuments2\xc0\x02\n" +
 	"\tPerformer\x12h\n" +
 	"\aPerform\x12,.csi.prepare.testing.v1alpha1.PerformRequest\x1a-.csi.prepare.testing.v1alpha1.PerformResponse\"\x00\x12_\n" +
 	"\x04Undo\x12).csi.prepare.testing.v1alpha1.UndoRequest\x1a*.csi.prepare.testing.v1alpha1.UndoResponse\"\x00\x12h\n" +
@@ -861,7 +922,7 @@ func file_csi_prepare_testing_v1alpha1_performer_proto_rawDescGZIP() []byte {
 	return file_csi_prepare_testing_v1alpha1_performer_proto_rawDescData
 }
 
-var file_csi_prepare_testing_v1alpha1_performer_proto_msgTypes = make([]protoimpl.MessageInfo, 15)
+var file_csi_prepare_testing_v1alpha1_performer_proto_msgTypes = make([]protoimpl.MessageInfo, 16)
 var file_csi_prepare_testing_v1alpha1_performer_proto_goTypes = []any{
 	(*Target)(nil),                    // 0: csi.prepare.testing.v1alpha1.Target
 	(*Request)(nil),                   // 1: csi.prepare.testing.v1alpha1.Request
@@ -877,19 +938,20 @@ var file_csi_prepare_testing_v1alpha1_performer_proto_goTypes = []any{
 	(*DownResponse)(nil),              // 11: csi.prepare.testing.v1alpha1.DownResponse
 	(*ResumeRequest)(nil),             // 12: csi.prepare.testing.v1alpha1.ResumeRequest
 	(*ResumeResponse)(nil),            // 13: csi.prepare.testing.v1alpha1.ResumeResponse
-	nil,                               // 14: csi.prepare.testing.v1alpha1.Request.GrantsEntry
-	(*preparev1alpha1.Performer)(nil), // 15: csi.prepare.v1alpha1.Performer
-	(*preparev1alpha1.MountSpec)(nil), // 16: csi.prepare.v1alpha1.MountSpec
-	(*csi.VolumeCapability)(nil),      // 17: csi.v1.VolumeCapability
+	(*CommandMount)(nil),              // 14: csi.prepare.testing.v1alpha1.CommandMount
+	nil,                               // 15: csi.prepare.testing.v1alpha1.Request.GrantsEntry
+	(*preparev1alpha1.Performer)(nil), // 16: csi.prepare.v1alpha1.Performer
+	(*preparev1alpha1.MountSpec)(nil), // 17: csi.prepare.v1alpha1.MountSpec
+	(*csi.VolumeCapability)(nil),      // 18: csi.v1.VolumeCapability
 }
 var file_csi_prepare_testing_v1alpha1_performer_proto_depIdxs = []int32{
-	15, // 0: csi.prepare.testing.v1alpha1.Request.performer:type_name -> csi.prepare.v1alpha1.Performer
-	14, // 1: csi.prepare.testing.v1alpha1.Request.grants:type_name -> csi.prepare.testing.v1alpha1.Request.GrantsEntry
+	16, // 0: csi.prepare.testing.v1alpha1.Request.performer:type_name -> csi.prepare.v1alpha1.Performer
+	15, // 1: csi.prepare.testing.v1alpha1.Request.grants:type_name -> csi.prepare.testing.v1alpha1.Request.GrantsEntry
 	0,  // 2: csi.prepare.testing.v1alpha1.PerformRequest.target:type_name -> csi.prepare.testing.v1alpha1.Target
 	1,  // 3: csi.prepare.testing.v1alpha1.PerformRequest.request:type_name -> csi.prepare.testing.v1alpha1.Request
-	16, // 4: csi.prepare.testing.v1alpha1.PerformRequest.mount_specs:type_name -> csi.prepare.v1alpha1.MountSpec
+	17, // 4: csi.prepare.testing.v1alpha1.PerformRequest.mount_specs:type_name -> csi.prepare.v1alpha1.MountSpec
 	0,  // 5: csi.prepare.testing.v1alpha1.UndoRequest.target:type_name -> csi.prepare.testing.v1alpha1.Target
-	17, // 6: csi.prepare.testing.v1alpha1.UpRequest.volume_capability:type_name -> csi.v1.VolumeCapability
+	18, // 6: csi.prepare.testing.v1alpha1.UpRequest.volume_capability:type_name -> csi.v1.VolumeCapability
 	0,  // 7: csi.prepare.testing.v1alpha1.UpRequest.target:type_name -> csi.prepare.testing.v1alpha1.Target
 	2,  // 8: csi.prepare.testing.v1alpha1.Performer.Perform:input_type -> csi.prepare.testing.v1alpha1.PerformRequest
 	4,  // 9: csi.prepare.testing.v1alpha1.Performer.Undo:input_type -> csi.prepare.testing.v1alpha1.UndoRequest
@@ -921,7 +983,7 @@ func file_csi_prepare_testing_v1alpha1_performer_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_csi_prepare_testing_v1alpha1_performer_proto_rawDesc), len(file_csi_prepare_testing_v1alpha1_performer_proto_rawDesc)),
 			NumEnums:      0,
-			NumMessages:   15,
+			NumMessages:   16,
 			NumExtensions: 0,
 			NumServices:   2,
 		},
