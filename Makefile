@@ -47,6 +47,9 @@ sanity: setup ## the suite against a reference driver, or ENDPOINT=unix://… (D
 	@mkdir -p out bin; go build -o bin/ ./sanity/cmd/prepare-sanity
 ifeq ($(ENDPOINT),)
 	.ci/nothing-left bin/prepare-sanity run --driver $(DRIVER) --report out $(ARGS)
+ifeq ($(DRIVER),block)
+	.ci/nothing-left bin/prepare-sanity run --driver block --csi.testvolumeaccesstype block --report out $(ARGS)
+endif
 else
 	.ci/nothing-left bin/prepare-sanity run --csi.endpoint $(ENDPOINT) --report out $(ARGS)
 endif
@@ -77,6 +80,13 @@ e2e: setup ## mount specs and real runtimes: runc, crun, containerd and its moun
 crash: setup ## SIGKILL the CO and the drivers at every step and at random moments (ARGS=-random=N)
 	@mkdir -p out bin; go build -o bin/ ./drivers/cmd/prepare-driver ./reference/cmd/prepare-crash
 	.ci/nothing-left bin/prepare-crash -driver bin/prepare-driver -out out/crash.json $(ARGS)
+
+.PHONY: crash-block
+crash-block: setup ## 200 random SIGKILLs of the block driver at work, content checked (KILLS=)
+	@mkdir -p out
+	.ci/nothing-left go test -count=1 -timeout 60m -v -run TestKilledAtRandom ./drivers/block \
+	  -args -kills $$(( ($(or $(KILLS),200) + 1) / 2 )) -report $(CURDIR)/out/crash-block.json
+	@cat out/crash-block.json
 
 .PHONY: vm
 vm: setup ## NFS and an older kernel, in guests that need neither root nor KVM (ARGS=)

@@ -2,6 +2,7 @@ package block
 
 import (
 	"bytes"
+	"encoding/json"
 	"errors"
 	"flag"
 	"fmt"
@@ -9,6 +10,7 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"strings"
 	"sync"
 	"syscall"
 	"testing"
@@ -30,6 +32,8 @@ type mortal struct {
 	mu     sync.Mutex
 	driver *exec.Cmd
 	kills  int
+	// during counts the kills by the call that was not answered.
+	during map[string]int
 }
 
 // run starts the driver, with SIGKILL before its act number at, if not 0.
@@ -73,7 +77,10 @@ func (m *mortal) call(what string, call func() error) {
 		case codes.OK:
 			return
 		case codes.Unavailable:
-			m.revive()
+			before := m.kills
+			if m.revive(); m.kills > before && m.during != nil {
+				m.during[strings.Fields(what)[0]]++
+			}
 		case codes.Aborted:
 			time.Sleep(5 * time.Millisecond)
 		default:
@@ -251,13 +258,44 @@ func TestKilledAtEachStep(t *testing.T) {
 	}
 }
 
-var wantedKills = flag.Int("kills", 30, "how often TestKilledAtRandom kills the driver, for each access type")
+var (
+	wantedKills = flag.Int("kills", 30, "how often TestKilledAtRandom kills the driver, for each access type")
+	crashReport = flag.String("report", "", "file for what TestKilledAtRandom comes to, as JSON")
+)
+
+// campaign is what kills at random came to. The test fails, and nothing is
+// written, if anything was lost or left.
+type campaign struct {
+	Runs          int            `json:"runs"`
+	Kills         int            `json:"kills"`
+	During        map[string]int `json:"kills_during"`
+	LeakedMounts  int            `json:"leaked_mounts"`
+	LeakedDevices int            `json:"leaked_devices"`
+	LostBytes     int            `json:"lost_bytes"`
+	WrongState    int            `json:"wrong_state"`
+	Stuck         int            `json:"stuck"`
+}
+
+func (c campaign) write(t *testing.T) {
+	if *crashReport == "" || t.Failed() {
+		return
+	}
+	text, err := json.MarshalIndent(c, "", "  ")
+	if err == nil {
+		err = os.WriteFile(*crashReport, append(text, '\n'), 0o600)
+	}
+	if err != nil {
+		t.Error(err)
+	}
+}
 
 // The driver is killed at random moments of its work.
 func TestKilledAtRandom(t *testing.T) {
+	all := campaign{During: map[string]int{}}
+	defer func() { all.write(t) }()
 	for name, c := range map[string]*csi.VolumeCapability{"raw": raw(), "ext4": mountOf("ext4")} {
 		t.Run(name, func(t *testing.T) {
-			m := &mortal{site: newSite(t)}
+			m := &mortal{site: newSite(t), during: all.During}
 			began := time.Now()
 			m.run(0)
 			m.ready()
@@ -288,7 +326,8 @@ func TestKilledAtRandom(t *testing.T) {
 			<-ended
 			m.kill()
 			m.driver.Wait()
-			t.Logf("%d kills in the lives of %d volumes", m.kills, lives)
+			all.Runs, all.Kills = all.Runs+lives, all.Kills+m.kills
+			t.Logf("%d kills in the lives of %d volumes, so far in %v", m.kills, lives, all.During)
 		})
 	}
 }
