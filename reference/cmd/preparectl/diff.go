@@ -34,6 +34,7 @@ const (
 	applied    = "applied"
 	addedTo    = "added" // by policy, or by the kernel's default
 	ignored    = "ignored by the kernel"
+	dropped    = "not in the mount spec" // the plugin, or whoever asked it, has left it out
 	refused    = "refused"
 	notShown   = "not shown by the kernel" // a default, or nothing the filesystem tells
 	notThere   = "not mounted"
@@ -48,8 +49,8 @@ func newDiff() *cobra.Command {
 		Use:   "diff VOLUME",
 		Short: "Compare what was requested, what the mount spec says and what is in effect",
 		Long: `diff follows each option of a volume from the request to the mount spec to what
-the kernel shows: applied, added by policy, ignored by the kernel, or refused. It
-exits 1 if something that was asked for is not in effect. Nothing is read but
+the kernel shows: applied, added by policy, not in the mount spec, ignored by the
+kernel, or refused. It exits 1 if something that was asked for is not in effect. Nothing is read but
 mount tables.
 
 For a volume that a kubelet has published there are no mount specs, and nothing
@@ -99,7 +100,7 @@ on the node says what was asked for: give it with --option.`,
 		}
 		bad, rows := 0, [][]string{}
 		for _, o := range options {
-			if o.Verdict == ignored || o.Verdict == refused || o.Verdict == notThere {
+			if o.Verdict == ignored || o.Verdict == dropped || o.Verdict == refused || o.Verdict == notThere {
 				bad++
 			}
 			rows = append(rows, []string{o.Target, o.Name, o.Requested, o.Spec, o.Effective, o.Verdict})
@@ -241,6 +242,8 @@ func diffMount(m *mountns.Mount, spec *preparev1alpha1.MountSpec, requested []st
 		switch wanted := request != "" || inSpec != ""; {
 		case wanted && effective != "":
 			add(w.name, request, inSpec, effective, applied)
+		case wanted && spec != nil && inSpec == "":
+			add(w.name, request, "", "", dropped)
 		case wanted:
 			add(w.name, request, inSpec, "", ignored)
 		case effective != "" && !w.unset:
@@ -285,7 +288,7 @@ func diffMount(m *mountns.Mount, spec *preparev1alpha1.MountSpec, requested []st
 		case found || spec == nil:
 			add(key, o, "", effective, ignored)
 		default:
-			add(key, o, "", "", refused)
+			add(key, o, "", "", dropped)
 		}
 	}
 	return all

@@ -38,7 +38,7 @@ func TestEachOptionHasAVerdict(t *testing.T) {
 		"nosymfollow": ignored, // in the spec alone
 		"nodev":       addedTo,
 		"nosuid":      addedTo,
-		"ro":          ignored,
+		"ro":          dropped,
 		"commit":      ignored, // the superblock has another
 		"errors":      applied,
 		"password":    notShown,
@@ -46,7 +46,7 @@ func TestEachOptionHasAVerdict(t *testing.T) {
 		"data":        applied, // not in the spec, and in effect
 		"stripe":      noValue,
 		"nofail":      notKernels,
-		"bogus":       refused, // the plugin made nothing of it
+		"bogus":       dropped, // the plugin made nothing of it
 	}
 	if d := cmp.Diff(want, got); d != "" {
 		t.Error(d)

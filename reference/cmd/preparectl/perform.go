@@ -226,11 +226,7 @@ by whom. When all is gone the file is removed.`,
 			return failure{fmt.Errorf("%s: %w", args[0], err)}
 		}
 		if err := undo(cmd.Context(), receipts); err != nil {
-			var busy *perform.BusyError
-			if errors.As(err, &busy) {
-				err = fmt.Errorf("%w; preparectl explain-busy %s", err, busy.Target)
-			}
-			return failure{err}
+			return failure{withBusy(err)}
 		}
 		if err := os.Remove(args[0]); err != nil {
 			return failure{err}

@@ -63,7 +63,7 @@ func opened(cmd *cobra.Command, dir string, policy func() (*co.Policy, error)) (
 	if err != nil {
 		return nil, err
 	}
-	level := slog.LevelWarn
+	level := slog.LevelError + 1 // what fails is told by the command
 	if v, err := cmd.Flags().GetBool("verbose"); err == nil && v {
 		level = slog.LevelDebug
 	}
@@ -259,7 +259,7 @@ several consumers needs the id of one, or --all.`,
 		endpoints := map[string]bool{}
 		for _, r := range chosen {
 			if err := c.Down(ctx, r.Key()); err != nil {
-				return failure{err}
+				return failure{withBusy(err)}
 			}
 			keys = append(keys, r.Key())
 			rows = append(rows, []string{r.Driver, r.VolumeID, r.PrepareID, "down", r.Target})
@@ -275,6 +275,15 @@ several consumers needs the id of one, or --all.`,
 		return print(keys, "DRIVER\tVOLUME\tPREPARE ID\tSTATE\tTARGET", rows)
 	}
 	return cmd
+}
+
+// withBusy says how to find out more about what is in use.
+func withBusy(err error) error {
+	var busy *perform.BusyError
+	if errors.As(err, &busy) {
+		return fmt.Errorf("%w; preparectl explain-busy %s", err, busy.Target)
+	}
+	return err
 }
 
 // chosen are the records that the arguments name.
