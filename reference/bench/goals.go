@@ -29,6 +29,8 @@ func (s *suite) goals() []Goal {
 		Goal{"incremental audit at 10000 mounts, GetMounts to ours", caseIncremental, 10000, 0, getMounts, product, 5000, false, false},
 		Goal{"exact difference at 10000 mounts, GetMounts to ours", caseExact, 10000, 0, getMounts, product, 50, false, false},
 		Goal{"exact difference at 30000 mounts, GetMounts to ours", caseExact, 30000, 0, getMounts, product, 20, false, false},
+		Goal{"reads of a raw volume in its consumer, to the device itself", caseReads, 0, 0, inConsumer, itself, 1.03, true, true},
+		Goal{"writes to a raw volume in its consumer, to the device itself", caseWrites, 0, 0, inConsumer, itself, 1.03, true, true},
 		Goal{"machine-wide audit, /proc walk to ours", caseMachine, 50, 0, procWalk, product, 200, false, false},
 	)
 }

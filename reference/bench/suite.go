@@ -83,6 +83,8 @@ func (s *suite) cases() []builder {
 		add("Audit of a namespace", s.filled(n, s.incremental))
 		add("Audit of a namespace", s.filled(n, s.exact))
 	}
+	add("Raw I/O of a block volume", s.rawReads)
+	add("Raw I/O of a block volume", s.rawWrites)
 	add("Audit of the machine", s.machine)
 	for _, n := range fills {
 		add("A source that is busy", func() (Case, error) { return s.busySource(n) })
