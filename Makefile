@@ -93,6 +93,11 @@ vm: setup ## NFS and an older kernel, in guests that need neither root nor KVM (
 	@mkdir -p out bin; go build -o bin/ ./vm/cmd/prepare-vm
 	.ci/nothing-left bin/prepare-vm --out out $(ARGS)
 
+.PHONY: demo-fuse
+demo-fuse: setup ## the workflow with FUSE, no propagation and no privilege, told step by step
+	@mkdir -p bin; go build -o bin/ ./drivers/cmd/prepare-driver ./reference/cmd/demo-fuse
+	.ci/nothing-left bin/demo-fuse -driver bin/prepare-driver
+
 .PHONY: clean
 clean: ## remove out/ and bin/
 	rm -rf --one-file-system out bin

@@ -44,10 +44,10 @@ type channel struct {
 	handles map[handoff.Key]map[string]handoff.Handle
 	masters map[handoff.Key][]*master.Mount // of handles that were received
 	// missing says, of a call that was OK, which id it named in vain.
-	missing  map[handoff.Key]error
-	requests map[handoff.Key]handoff.FUSERequest
-	notices  []handoff.Notice
-	servers  map[handoff.Key]served
+	missing map[handoff.Key]error
+	// refused is what a server asked for in vain, by the last time.
+	refused map[handoff.Key]*handoff.Refusal
+	servers map[handoff.Key]served
 	// adopting is where a spec has attached its mounts, for a deposit.
 	adopting func(ctx context.Context, device *os.File) (*os.File, error)
 }
@@ -73,19 +73,14 @@ func (s *Suite) openChannel() error {
 func newChannel() *channel {
 	return &channel{
 		handles: map[handoff.Key]map[string]handoff.Handle{}, masters: map[handoff.Key][]*master.Mount{},
-		missing: map[handoff.Key]error{}, requests: map[handoff.Key]handoff.FUSERequest{}, servers: map[handoff.Key]served{},
+		missing: map[handoff.Key]error{}, refused: map[handoff.Key]*handoff.Refusal{}, servers: map[handoff.Key]served{},
 	}
 }
 
 func (c *channel) listen() error {
 	l, err := handoff.Listen(handoff.Config{
 		Directory: c.dir, UID: c.uid, GID: -1,
-		Mount: func(ctx context.Context, key handoff.Key, r handoff.FUSERequest) (device, mount *os.File, err error) {
-			c.mu.Lock()
-			c.requests[key] = r
-			c.mu.Unlock()
-			return fusemount.Policy{ServerPermissions: true}.Mount(ctx, key, r)
-		},
+		Mount: fusemount.Policy{ServerPermissions: true}.Mount,
 		Adopt: func(ctx context.Context, _ handoff.Key, _ string, device *os.File) (*os.File, error) {
 			c.mu.Lock()
 			adopt := c.adopting
@@ -96,10 +91,10 @@ func (c *channel) listen() error {
 			return adopt(ctx, device)
 		},
 		Abort: fusemount.Abort,
-		Gone: func(n handoff.Notice) {
+		Refused: func(key handoff.Key, r *handoff.Refusal) {
 			c.mu.Lock()
 			defer c.mu.Unlock()
-			c.notices = append(c.notices, n)
+			c.refused[key] = r
 		},
 		Failover: failover,
 		Log:      slog.New(slog.NewTextHandler(io.Discard, nil)),
@@ -190,9 +185,7 @@ func (c *channel) prepare(ctx context.Context, l *handoff.Listener, r *prepareRe
 		c.missing[key] = err
 		return nil
 	}
-	if c.handles[key] == nil {
-		c.handles[key] = map[string]handoff.Handle{}
-	}
+	c.handles[key] = map[string]handoff.Handle{} // those of before may be of a dead server
 	for _, h := range handles {
 		c.handles[key][h.ID] = h
 		if h.FUSE {

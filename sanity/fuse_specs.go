@@ -7,6 +7,7 @@ import (
 	"maps"
 	"os"
 	"path/filepath"
+	"strings"
 	"time"
 
 	"golang.org/x/sys/unix"
@@ -18,6 +19,10 @@ import (
 	"github.com/csi-prepare/csi-prepare/spec/preparev1alpha1"
 	"github.com/csi-prepare/csi-prepare/spec/requirement"
 )
+
+// settled is how long a server has to close a connection it does not mean to
+// keep.
+const settled = 300 * time.Millisecond
 
 // fuseSpecs are about mounts that the suite makes and the plugin serves: who
 // serves them, from when, and what becomes of them when one of the two dies.
@@ -32,15 +37,16 @@ func fuseSpecs(s *section) {
 		}
 	}, KindFUSE)
 	s.spec("a server asks for no more than it may choose", Covers(requirement.FUSEParameters), func(t *trial) {
-		r := t.fuse(t.volume())
+		r := t.request(t.volume())
+		_, err := t.prepare(r)
 		c := t.clients.channel
 		c.mu.Lock()
-		asked, known := c.requests[keyOf(r)]
+		refused := c.refused[keyOf(r)]
 		c.mu.Unlock()
-		if !known {
-			t.unsupported("no fuse_request was seen for the volume")
+		if refused != nil && strings.HasPrefix(refused.Message, "fuse_request.") {
+			t.fail(requirement.FUSEParameters, "a fuse_request that keeps the rules", refused.Error())
 		}
-		t.want(requirement.FUSEParameters, asked.Check() == nil, "a fuse_request that keeps the rules", "%v", asked.Check())
+		t.need(requirement.PrepareAnswered, err, "OK to a call that keeps every rule")
 	}, KindFUSE)
 	s.spec("the end of the process behind the socket is no end of a mount", Covers(requirement.FUSEOutlivesRPC, requirement.HandoffConnectionStays), func(t *trial) {
 		t.mayRestart()
@@ -53,6 +59,12 @@ func fuseSpecs(s *section) {
 		h, ok := t.handleOf(r)
 		if !ok {
 			t.unsupported("the volume was not answered with a FUSE mount")
+		}
+		time.Sleep(settled)
+		select {
+		case <-h.Gone:
+			t.want(requirement.HandoffConnectionStays, fusemount.Prove(t.soon(), h.Mount) != nil, "a connection that is open for as long as the server serves", "it is closed, and the mount is served")
+		default:
 		}
 		t.sysfail("killing the plugin", t.process.kill())
 		same, found := t.showsWithin(c, text, t.config.Timeout)
@@ -157,6 +169,8 @@ func fuseSpecs(s *section) {
 		t.sysfail("restarting the channel", t.clients.channel.restart())
 		again, err := t.prepare(r)
 		t.wantCode(requirement.FUSECORestart, err, codes.OK)
+		missing := t.missing(r)
+		t.want(requirement.FUSECORestart, missing == nil, "a mount that came with the call", "%v", missing)
 		fresh := t.consumer()
 		t.perform(fresh, r, again)
 		same, found := t.showsWithin(fresh, text, t.config.Timeout)
@@ -183,15 +197,20 @@ func (t *trial) fuse(v *volume) *prepareRequest {
 	r := t.request(v)
 	t.prepared(r)
 	if _, ok := t.handleOf(r); !ok {
-		t.clients.channel.mu.Lock()
-		missing := t.clients.channel.missing[keyOf(r)]
-		t.clients.channel.mu.Unlock()
-		if missing != nil {
+		if missing := t.missing(r); missing != nil {
 			t.need(brokenBy(missing), missing, "a FUSE mount that is served")
 		}
 		t.unsupported("the volume was not answered with a FUSE mount")
 	}
 	return r
+}
+
+// missing is why a handle that the last answer names is not usable.
+func (t *trial) missing(r *prepareRequest) error {
+	c := t.clients.channel
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	return c.missing[keyOf(r)]
 }
 
 // revived repeats a call whose server is gone until it is OK.
@@ -203,10 +222,7 @@ func (t *trial) revived(r *prepareRequest) *prepareResponse {
 		return err == nil
 	})
 	t.wantCode(requirement.FUSERevived, err, codes.OK)
-	c := t.clients.channel
-	c.mu.Lock()
-	missing := c.missing[keyOf(r)]
-	c.mu.Unlock()
+	missing := t.missing(r)
 	t.want(requirement.FUSERevived, missing == nil, "a mount that somebody serves", "%v", missing)
 	h, ok := t.handleOf(r)
 	if !ok {

@@ -173,7 +173,11 @@ func (c Commands) run(ctx context.Context, seat requirement.Actor, volumes mutan
 		suite = []string{"run", "--grant", "data=" + in("grant"), "--state-dir", in("state")}
 	}
 	fake = append(fake, arguments...)
-	if volumes != mutant.Directories {
+	switch volumes {
+	case mutant.Directories:
+	case mutant.Served:
+		fake = append(fake, "--fuse")
+	default:
 		fake = append(fake, "--block")
 	}
 	if volumes == mutant.Raw {

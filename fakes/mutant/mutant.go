@@ -42,6 +42,7 @@ const (
 	Directories Volumes = ""          // each is a directory
 	Raw         Volumes = "raw"       // each is a device, of the block access type
 	Formatted   Volumes = "formatted" // each is a device, of the mount access type
+	Served      Volumes = "served"    // each is a directory served over FUSE
 )
 
 // Mutant says what is wrong with one implementation.

@@ -94,6 +94,9 @@ func (k *connection) answer(m *pb.HandoffMessage, files []*os.File) error {
 	case err == nil:
 	case errors.As(err, &refusal) && refusal.Code != codes.OK:
 		reply = &pb.HandoffReply{Code: int32(refusal.Code), Message: refusal.Message}
+		if k.l.config.Refused != nil {
+			k.l.config.Refused(key, refusal)
+		}
 	case errors.Is(err, ErrClosed):
 		return err
 	case errors.Is(err, context.DeadlineExceeded):

@@ -43,6 +43,9 @@ type Config struct {
 	// gave up. The preparation lives on. Nil tells nobody.
 	Gone func(Notice)
 
+	// Refused is told what a server was refused, and why. Nil tells nobody.
+	Refused func(Key, *Refusal)
+
 	// Silence is how long a connection may stay without a valid message, and
 	// how long one packet may take to be sent.
 	Silence time.Duration

@@ -72,6 +72,7 @@ func (k killing) run(ctx context.Context, w, progress io.Writer) error {
 			{requirement.SP, mutant.Directories},
 			{requirement.SP, mutant.Raw},
 			{requirement.SP, mutant.Formatted},
+			{requirement.SP, mutant.Served},
 			{requirement.CO, mutant.Directories},
 		} {
 			if err := commands.Conformant(ctx, control.seat, control.volumes, seed+1); err != nil {

@@ -57,6 +57,6 @@ latter; "prepare-fake kill" shows whether it does.`,
 		SilenceErrors: true,
 		SilenceUsage:  true,
 	}
-	cmd.AddCommand(newSP(), newCO(), newList(), newKill())
+	cmd.AddCommand(newSP(), newCO(), newList(), newKill(), newServeFUSE())
 	return cmd
 }

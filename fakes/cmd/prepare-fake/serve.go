@@ -26,7 +26,7 @@ type service interface {
 func newSP() *cobra.Command {
 	var endpoint, name string
 	var grants []string
-	var plain bool
+	var plain, overFUSE bool
 	config := sp.Config{Grants: make(map[string]string)}
 	cmd := &cobra.Command{
 		Use:   "sp --endpoint unix:///PATH --grant NAME=DIR",
@@ -46,8 +46,11 @@ kept in memory, and in --state-dir if that is given: then it survives a restart.
 				config.Grants[grant] = directory
 			}
 			build := func(c sp.Config) (sp.Service, error) { return sp.New(c) }
-			if plain {
+			switch {
+			case plain:
 				build = func(c sp.Config) (sp.Service, error) { return sp.NewPlain(c) }
+			case overFUSE:
+				build = func(c sp.Config) (sp.Service, error) { return sp.NewFUSE(c) }
 			}
 			if name != "" {
 				m, err := find(sp.Mutants(), name)
@@ -68,6 +71,7 @@ kept in memory, and in --state-dir if that is given: then it survives a restart.
 	cmd.Flags().StringVar(&config.NodeID, "node-id", "fake-node", "answer to NodeGetInfo")
 	cmd.Flags().BoolVar(&config.Staging, "staging", false, "ask for NodeStageVolume")
 	cmd.Flags().BoolVar(&config.Block, "block", false, "make volumes of files that are loop devices; implies --staging")
+	cmd.Flags().BoolVar(&overFUSE, "fuse", false, "serve volumes over FUSE, a process each, instead of answering a BIND; needs --state-dir")
 	cmd.Flags().BoolVar(&plain, "without-prepare", false, "be a plugin of before NodePrepare, with all that CSI has, which publishes volumes itself")
 	cmd.Flags().BoolVar(&config.Attach, "attach", false, "ask for ControllerPublishVolume; goes with --without-prepare")
 	cmd.Flags().BoolVar(&config.LegacyWriters, "legacy-writers", false, "lack the SINGLE_NODE_MULTI_WRITER capability")
