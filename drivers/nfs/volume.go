@@ -45,10 +45,11 @@ const (
 const (
 	// maxSource is what the kernel takes, in bytes.
 	maxSource = 255
-	// maxBelow is as long as the longest directory of a volume.
+	// idLength is that of the ids the controller gives.
 	idLength = 32
 )
 
+// maxBelow is as long as the longest directory of a volume.
 var maxBelow = strings.Repeat("x", maxSubdirectory+1+len(directory.VolumesDir)+1+idLength)
 
 func directoryOf(e entry) string {

@@ -214,6 +214,9 @@ func TestAllocations(t *testing.T) {
 		{"Do", 2, func() error { return n.Do(t.Context(), func() error { return nil }) }},
 		{"Mark", 4, func() error { _, err := n.Mark(t.Context()); return err }},
 	} {
+		if c.name == "Mark" && !kernel.Probe().Listmount {
+			continue // the whole table is read for it
+		}
 		var failed error
 		got := testing.AllocsPerRun(100, func() {
 			if err := c.call(); err != nil {
