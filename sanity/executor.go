@@ -23,6 +23,7 @@ var executorSections = []writer{
 	{"Kind FILESYSTEM", filesystemSpecs},
 	{"Kind BIND", bindSpecs},
 	{"Kind BLOCK_DEVICE", deviceSpecs},
+	{"Kind EXTENSION", extensionSpecs},
 	{"Validate", validateSpecs},
 	{"Perform", performSpecs},
 	{"Undo", undoSpecs},

@@ -49,6 +49,8 @@ type rules struct {
 	preparePath func(o *Orchestrator, u *use) error
 	// absent is the error for a plugin without NodePrepare.
 	absent func() error
+	// extensions are offered to every plugin.
+	extensions []string
 	// asksOnce keeps the answer that there is no NodePrepare.
 	asksOnce bool
 	// prepare makes the call, or does without.
@@ -130,8 +132,7 @@ func NewOrchestrator(e Executor, directory string) (*Orchestrator, error) {
 
 // NewPlainCO returns a Server over a Plain, with an Orchestrator that has the
 // same perform.
-func NewPlainCO(directory string) (*Server, error) {
-	p := NewPlain()
+func NewPlainCO(p *Plain, directory string) (*Server, error) {
 	s, err := New(p, directory)
 	if err != nil {
 		return nil, err
@@ -229,18 +230,19 @@ func (o *Orchestrator) bringUp(ctx context.Context, p *plugin, u *use) error {
 func makePreparePath(_ *Orchestrator, u *use) error { return os.Mkdir(u.PreparePath, 0o700) }
 
 // offer is what the Orchestrator performs.
-func offer() *preparev1alpha1.Performer {
+func (o *Orchestrator) offer() *preparev1alpha1.Performer {
 	return &preparev1alpha1.Performer{
-		Kernel:  preparev1alpha1.Performer_NODE,
-		Kinds:   []preparev1alpha1.MountKind{preparev1alpha1.MountKind_MOUNT_KIND_BIND, preparev1alpha1.MountKind_MOUNT_KIND_FILESYSTEM},
-		FsTypes: []string{"tmpfs"},
+		Extensions: o.extensions,
+		Kernel:     preparev1alpha1.Performer_NODE,
+		Kinds:      []preparev1alpha1.MountKind{preparev1alpha1.MountKind_MOUNT_KIND_BIND, preparev1alpha1.MountKind_MOUNT_KIND_FILESYSTEM},
+		FsTypes:    []string{"tmpfs"},
 	}
 }
 
-func callPrepare(ctx context.Context, _ *Orchestrator, p *plugin, u *use) ([]*preparev1alpha1.MountSpec, error) {
+func callPrepare(ctx context.Context, o *Orchestrator, p *plugin, u *use) ([]*preparev1alpha1.MountSpec, error) {
 	reply, err := p.prepare.NodePrepareVolume(ctx, &preparev1alpha1.NodePrepareVolumeRequest{
 		VolumeId: u.Volume, PrepareId: u.PrepareID, StagingTargetPath: u.Staging, PreparePath: u.PreparePath,
-		VolumeCapability: u.capability, Readonly: u.Readonly, Performer: offer(),
+		VolumeCapability: u.capability, Readonly: u.Readonly, Performer: o.offer(),
 	})
 	return reply.GetMountSpecs(), err
 }
@@ -252,7 +254,7 @@ func (o *Orchestrator) perform(ctx context.Context, u *use, messages []*preparev
 	}
 	receipts, err := o.executor.Perform(ctx, Performance{
 		Target: u.Target, Staging: u.Staging, Prepare: u.PreparePath, Specs: specs,
-		Request: mountspec.Request{Performer: wire.PerformerFromProto(offer()), Readonly: u.Readonly, Block: u.capability.GetBlock() != nil, Staging: u.Staging != ""},
+		Request: mountspec.Request{Performer: wire.PerformerFromProto(o.offer()), Readonly: u.Readonly, Block: u.capability.GetBlock() != nil, Staging: u.Staging != ""},
 	}, func(receipts []string) error {
 		u.Receipts = receipts
 		return o.put(u)

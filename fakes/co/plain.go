@@ -40,6 +40,12 @@ type steps struct {
 	refusesWrites func(*os.File) error
 	// node makes the node of a device.
 	node func(*mountspec.BlockDevice) (fd int, err error)
+	// programs are those an extension may name, none by default.
+	programs map[string]string
+	// run runs one, and returns the filesystem that it filled.
+	run func(ctx context.Context, path string, arguments []string) (fd int, err error)
+	// strictExtension refuses what it does not know in an extension.
+	strictExtension bool
 	// narrow sets the attributes of a mount nobody can see yet.
 	narrow func(m *made, set, unset mountspec.Attr) error
 	// private cuts a mount off from its peers.
@@ -76,6 +82,7 @@ func NewPlain() *Plain {
 		open:          openDevice,
 		refusesWrites: refusesWrites,
 		node:          node,
+		run:           sandboxed,
 		narrow:        narrow,
 		private:       private,
 		assemble:      assemble,
@@ -87,6 +94,8 @@ func NewPlain() *Plain {
 		order:         reverse,
 		unmount:       unmount,
 		remove:        remove,
+
+		strictExtension: true,
 	}}
 }
 
@@ -135,7 +144,7 @@ func (p *Plain) Perform(ctx context.Context, q Performance, journal func([]strin
 		}
 	}()
 	for i, s := range q.Specs {
-		m, err := p.make(q, s)
+		m, err := p.make(ctx, q, s)
 		if err != nil {
 			return nil, fmt.Errorf("mount_specs[%d]: %w", i, err)
 		}
@@ -170,7 +179,7 @@ func (p *Plain) Perform(ctx context.Context, q Performance, journal func([]strin
 }
 
 // make makes the mount of one spec, with its attributes, detached.
-func (p *Plain) make(q Performance, s mountspec.Spec) (m made, err error) {
+func (p *Plain) make(ctx context.Context, q Performance, s mountspec.Spec) (m made, err error) {
 	m = made{spec: s, fd: -1}
 	switch k := s.Kind.(type) {
 	case *mountspec.Filesystem:
@@ -180,8 +189,10 @@ func (p *Plain) make(q Performance, s mountspec.Spec) (m made, err error) {
 	case *mountspec.BlockDevice:
 		m.file = true
 		m.fd, err = p.device(s)
+	case *mountspec.Extension:
+		m.fd, err = p.extension(ctx, k)
 	default:
-		err = &StateError{"kind", errors.New("this executor performs FILESYSTEM, BIND and BLOCK_DEVICE")}
+		err = &StateError{"kind", errors.New("this executor performs FILESYSTEM, BIND, BLOCK_DEVICE and one extension")}
 	}
 	if err != nil {
 		return m, err
