@@ -37,13 +37,12 @@ func TestASecretStaysOffTheDisk(t *testing.T) {
 		}
 		for _, dir := range []string{b.dir, filepath.Join(base, "state-"+e.name), filepath.Join(base, "cd")} {
 			_ = filepath.WalkDir(dir, func(path string, d fs.DirEntry, err error) error {
-				if err != nil || !d.Type().IsRegular() || filepath.Base(path) == "busybox" {
-					return nil
+				if err == nil && d.Type().IsRegular() && filepath.Base(path) != "busybox" {
+					if text, _ := os.ReadFile(path); bytes.Contains(text, []byte(secret)) {
+						n.Errorf("%s has the secret", path)
+					}
 				}
-				if text, _ := os.ReadFile(path); bytes.Contains(text, []byte(secret)) {
-					n.Errorf("%s has the secret", path)
-				}
-				return nil
+				return nil // what cannot be read is no file
 			})
 		}
 	})

@@ -242,7 +242,8 @@ func (x *search) processes(ctx context.Context) (silent string, err error) {
 		case x.subject.has(u.Mount), copies[u.Mount]:
 			return true
 		}
-		return !attached[u.Mount] && x.subject.whole(device{u.Major, u.Minor})
+		// Where not every table was read, a mount that is in none may be in another.
+		return x.partial == "" && !attached[u.Mount] && x.subject.whole(device{u.Major, u.Minor})
 	}
 	found, silent, err := uses(ctx, wanted)
 	if err != nil {

@@ -62,7 +62,7 @@ func createVolume(ctx context.Context, use *co.Use, bytes int64) error {
 	if err != nil {
 		return err
 	}
-	defer c.conn.Close()
+	defer func() { _ = c.conn.Close() }()
 	request := &csi.CreateVolumeRequest{Name: use.VolumeID, VolumeCapabilities: []*csi.VolumeCapability{use.Capability}}
 	if bytes > 0 {
 		request.CapacityRange = &csi.CapacityRange{RequiredBytes: bytes}
@@ -101,7 +101,7 @@ func deleteVolume(ctx context.Context, endpoint, volume string) error {
 	if err != nil {
 		return err
 	}
-	defer c.conn.Close()
+	defer func() { _ = c.conn.Close() }()
 	if c.publishes {
 		node, err := c.node(ctx)
 		if err != nil {

@@ -28,7 +28,7 @@ func (d *doctor) driver(ctx context.Context, endpoint string) {
 		d.add(name, failed, err.Error(), "an endpoint is unix:///path")
 		return
 	}
-	defer conn.Close()
+	defer func() { _ = conn.Close() }()
 	info, err := csi.NewIdentityClient(conn).GetPluginInfo(ctx, &csi.GetPluginInfoRequest{})
 	if err != nil {
 		why := status.Convert(err).Message()
@@ -104,7 +104,7 @@ func peer(path string) (int, error) {
 	if err != nil {
 		return 0, err
 	}
-	defer conn.Close()
+	defer func() { _ = conn.Close() }()
 	raw, err := conn.(*net.UnixConn).SyscallConn()
 	if err != nil {
 		return 0, err

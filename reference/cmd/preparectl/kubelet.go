@@ -187,15 +187,28 @@ func (k *kubelet) judgeOne(p *published, m *machine) {
 	default:
 		p.State = isMounted
 	}
-	switch p.Answers = k.ask.health(p.Path); {
-	case p.Answers == answersYes:
-	case p.Answers == answersNot:
+	p.Answers = k.ask.health(p.Path)
+	switch p.Answers {
+	case answersYes:
+	case answersNot:
 		p.State = silent
-	case p.Answers == answersGone:
+	case answersGone:
 		p.State = dead
 	default:
 		p.State = unreadable
 	}
+}
+
+// left says that the place may be left over. Of a raw block volume there may be
+// a place without a mount.
+func (p *published) left() bool {
+	switch p.State {
+	case isMounted, unused:
+		return false
+	case notMounted:
+		return !p.Block
+	}
+	return true
 }
 
 // of returns the places of a volume, by its id.

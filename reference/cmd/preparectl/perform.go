@@ -118,7 +118,7 @@ a driver during the call, HANDLE and FUSE, need volume up.`,
 			if err != nil {
 				return failure{err}
 			}
-			defer consumer.Close()
+			defer func() { _ = consumer.Close() }()
 			at = consumer.Target(target)
 		}
 		all := settings.Grants

@@ -147,7 +147,7 @@ func (r *reaper) find(ctx context.Context, dirs *places, args []string) (found [
 		all, err := dirs.published(r.asker, r.machine)
 		errs = errors.Join(errs, err)
 		for i := range all {
-			if p := &all[i]; p.State != isMounted && p.State != unused && !(p.Block && p.State == notMounted) {
+			if p := &all[i]; p.left() {
 				if running == "" {
 					running = cgroups()
 				}
@@ -238,7 +238,7 @@ func (r *reaper) remove(ctx context.Context, cmd *cobra.Command, state string, f
 			if err != nil {
 				return errors.Join(append(errs, err)...)
 			}
-			defer c.Close()
+			defer func() { _ = c.Close() }()
 			held = true
 		}
 		var err error

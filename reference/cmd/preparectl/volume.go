@@ -131,12 +131,12 @@ map), never from the command line.`,
 		if err != nil {
 			return err
 		}
-		defer consumer.Close()
+		defer func() { _ = consumer.Close() }()
 		c, err := opened(cmd, *dir, policy)
 		if err != nil {
 			return failure{err}
 		}
-		defer c.Close()
+		defer func() { _ = c.Close() }()
 		ctx := cmd.Context()
 		if f.create {
 			if err := createVolume(ctx, &use, f.size); err != nil {
@@ -246,7 +246,7 @@ several consumers needs the id of one, or --all.`,
 		if err != nil {
 			return failure{err}
 		}
-		defer c.Close()
+		defer func() { _ = c.Close() }()
 		records, err := c.Records()
 		if err != nil {
 			fmt.Fprintln(cmd.ErrOrStderr(), err)
