@@ -63,6 +63,12 @@ mutants: setup ## kill matrix: each mutant against the suite (FULL=1: against al
 	@mkdir -p out bin; go build -o bin/ ./fakes/cmd/prepare-fake
 	.ci/nothing-left bin/prepare-fake kill $(if $(FULL),--full,--matrix docs/kill-matrix.md) --out out/mutants.json
 
+RUNS ?= 50
+.PHONY: controls
+controls: setup ## the suite passes what conforms: fakes and reference drivers, RUNS=50 random orders
+	@mkdir -p out bin; go build -o bin/ ./fakes/cmd/prepare-fake ./sanity/cmd/prepare-sanity
+	.ci/nothing-left bin/prepare-fake control --sanity bin/prepare-sanity --runs $(RUNS)
+
 .PHONY: bench
 bench: setup ## paired benchmarks against the peers (FOCUS=regexp)
 	@mkdir -p bin; cd reference/bench && go build -o ../../bin/bench .
@@ -92,6 +98,12 @@ crash-block: setup ## 200 random SIGKILLs of the block driver at work, content c
 vm: setup ## NFS and an older kernel, in guests that need neither root nor KVM (ARGS=)
 	@mkdir -p out bin; go build -o bin/ ./vm/cmd/prepare-vm
 	.ci/nothing-left bin/prepare-vm --out out $(ARGS)
+
+.PHONY: compat
+compat: setup ## csi-sanity and Docker Swarm's CSI code over prepare-shim, and our suite over both shims
+	@mkdir -p out bin; go build -o bin/ ./drivers/cmd/prepare-driver ./reference/cmd/prepare-shim ./sanity/cmd/prepare-sanity
+	cd compat && go build -o $(CURDIR)/bin/csi-sanity github.com/kubernetes-csi/csi-test/v5/cmd/csi-sanity && go build -o $(CURDIR)/bin/compat .
+	.ci/nothing-left bin/compat -bin bin -json out/compat.json $(if $(FOCUS),-focus '$(FOCUS)') $(ARGS)
 
 .PHONY: demo-fuse
 demo-fuse: setup ## the workflow with FUSE, no propagation and no privilege, told step by step

@@ -24,6 +24,8 @@ type testcase struct {
 	// cannot says why the case cannot run here, if it cannot.
 	cannot func() string
 	test   func(context.Context, *rig) (Result, error)
+	// alone says that the test starts driver and shim by itself, and ends them.
+	alone bool
 }
 
 func (c testcase) name() string { return c.suite + " " + c.driver + " " + c.access }
@@ -31,6 +33,7 @@ func (c testcase) name() string { return c.suite + " " + c.driver + " " + c.acce
 const (
 	sanity = "csi-sanity"
 	swarm  = "swarmkit"
+	both   = "prepare-sanity"
 )
 
 // smallSizes and largeSizes are how many volumes of each size the hostpath
@@ -75,8 +78,11 @@ func cases() []testcase {
 	with := func(c testcase, suite, access string) testcase {
 		c.suite, c.access = suite, access
 		c.test = csiSanity
-		if suite == swarm {
+		switch suite {
+		case swarm:
 			c.test = swarmkit
+		case both:
+			c.test, c.alone = bothShims, true
 		}
 		return c
 	}
@@ -90,6 +96,8 @@ func cases() []testcase {
 		with(block, swarm, "mount"),
 		with(block, swarm, "block"),
 		with(fuse, swarm, "mount"),
+		with(hostpath, both, "mount"),
+		with(block, both, "mount"),
 	}
 }
 

@@ -27,11 +27,6 @@ type Config struct {
 	Policy *Policy
 	// Log gets a line for each act; nil discards. No secret is in it.
 	Log *slog.Logger
-	// InProcess does what takes no descriptor of a consumer's in the process
-	// of the CO instead of in a child of its own. That saves most of the time
-	// of Up. What waits for a server or a device is still done in a child,
-	// which package perform starts.
-	InProcess bool
 	// Before, if set, is called before each step, with a name of it, and may
 	// end the process: so tests kill a CO at every boundary.
 	Before func(step string)
@@ -60,8 +55,7 @@ type CO struct {
 	channels map[string]*channel // by plugin name
 	uses     map[Key]Use         // those with a server
 
-	before    func(step string)
-	inProcess bool
+	before func(step string)
 }
 
 // Open takes a directory for this process. Recover should follow it, before
@@ -94,7 +88,7 @@ func Open(c Config) (*CO, error) {
 		c.Log = slog.New(slog.DiscardHandler)
 	}
 	co := &CO{
-		dir: c.Dir, policy: c.Policy, log: c.Log, ledger: l, boot: boot, before: c.Before, inProcess: c.InProcess,
+		dir: c.Dir, policy: c.Policy, log: c.Log, ledger: l, boot: boot, before: c.Before,
 		plugins: map[string]*plugin{}, channels: map[string]*channel{}, uses: map[Key]Use{},
 	}
 	if co.before == nil {

@@ -109,11 +109,9 @@ func onRoot(f kernel.Facts) bool {
 	return err != nil || root.DevMajor == f.DevMajor && root.DevMinor == f.DevMinor
 }
 
-// offer sends a clone of the mount at target, unless the CO still has one.
+// offer sends a clone of the mount at target. It does so also while the CO has
+// an earlier one: a plugin that was started again may have mounted anew.
 func offer(ctx context.Context, req *pb.NodePrepareVolumeRequest, target string, recursive bool) error {
-	if slices.Contains(req.GetHeldHandles(), handleID) {
-		return nil
-	}
 	if req.GetHandleSocket() == "" {
 		return server.Invalid("handle_socket", "is required with HANDLE in performer.kinds", "listen on one, or do not offer HANDLE")
 	}
