@@ -17,7 +17,7 @@ import (
 )
 
 // patience is how long anything may take before it counts as stuck.
-const patience = time.Minute
+const patience = 3 * time.Minute
 
 // Campaign says what is killed.
 type Campaign struct {
@@ -182,7 +182,7 @@ func (c *Campaign) prepare(ctx context.Context) (err error) {
 // policy is the operator's.
 func (c *Campaign) policy() string {
 	var b strings.Builder
-	fmt.Fprint(&b, "apiVersion: csi-prepare/v1alpha1\nkind: Policy\ndefaults: {attempts: 60, backoff: 2ms, callDeadline: 20s, stepDeadline: 20s}\ndrivers:\n")
+	fmt.Fprint(&b, "apiVersion: csi-prepare/v1alpha1\nkind: Policy\ndefaults: {attempts: 60, backoff: 2ms, callDeadline: 2m, stepDeadline: 2m, failover: 10m}\ndrivers:\n")
 	for _, p := range c.plugins {
 		fmt.Fprintf(&b, "  %q: {grants: {data: %q}, pluginUID: %d, pluginGID: %d}\n", p.driver, p.dir+"/data", p.owner(), p.owner())
 	}
@@ -427,9 +427,13 @@ type process[Ask, Answer any] struct {
 	in      io.WriteCloser
 	asks    *json.Encoder
 	answers chan Answer
+	late    bool // an answer was not waited for
 }
 
-var errEnded = errors.New("the process has ended")
+var (
+	errEnded = errors.New("the process has ended")
+	errLate  = errors.New("no answer in time")
+)
 
 func start[Ask, Answer any](role string) (*process[Ask, Answer], error) {
 	p := &process[Ask, Answer]{cmd: self(role), answers: make(chan Answer)}
@@ -460,6 +464,9 @@ func start[Ask, Answer any](role string) (*process[Ask, Answer], error) {
 }
 
 func (p *process[Ask, Answer]) tell(a Ask) error {
+	if p.late {
+		return errLate
+	}
 	if err := p.asks.Encode(a); err != nil {
 		return errEnded
 	}
@@ -475,7 +482,8 @@ func (p *process[Ask, Answer]) answer(ctx context.Context) (a Answer, err error)
 		}
 		return a, nil
 	case <-time.After(2 * patience):
-		return a, errors.New("no answer in time")
+		p.late = true
+		return a, errLate
 	case <-ctx.Done():
 		return a, ctx.Err()
 	}
