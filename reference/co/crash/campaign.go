@@ -2,11 +2,11 @@ package crash
 
 import (
 	"context"
+	"crypto/rand"
 	"encoding/json"
 	"errors"
 	"fmt"
 	"io"
-	"math/rand/v2"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -144,7 +144,7 @@ func (c *Campaign) prepare(ctx context.Context) (err error) {
 			if err != nil {
 				return fmt.Errorf("%s: create a volume: %w", name, err)
 			}
-			c.nonces[volume] = fmt.Sprint(name, n, rand.Uint64())
+			c.nonces[volume] = fmt.Sprint(name, n, rand.Text())
 			ids := []string{"c1"}
 			if steady {
 				ids = []string{"stays", "c2"}
@@ -160,7 +160,7 @@ func (c *Campaign) prepare(ctx context.Context) (err error) {
 	if c.consumers, err = start[errand, outcome](roleConsumer); err != nil {
 		return err
 	}
-	if err := c.life(ctx); err != nil {
+	if err := c.life(); err != nil {
 		return err
 	}
 	if _, err := c.co.answer(ctx); err != nil {
@@ -190,7 +190,7 @@ func (c *Campaign) policy() string {
 }
 
 // life starts a CO, which recovers.
-func (c *Campaign) life(ctx context.Context) (err error) {
+func (c *Campaign) life() (err error) {
 	for _, p := range c.plugins {
 		p.calls.next()
 	}
@@ -240,7 +240,7 @@ func (c *Campaign) killCOAtBoundaries(ctx context.Context) error {
 				return err
 			}
 			c.result.Kills++
-			if err := c.life(ctx); err != nil {
+			if err := c.life(); err != nil {
 				return err
 			}
 			if err := c.recovered(ctx, fmt.Sprintf("with %s the CO killed at boundary %d", p.name, step)); err != nil {
@@ -308,10 +308,10 @@ func (c *Campaign) killCOAtRandom(ctx context.Context) error {
 				return err
 			}
 		}
-		time.Sleep(time.Duration(rand.IntN(120_000)) * time.Microsecond)
+		time.Sleep(chance(120 * time.Millisecond))
 		c.co.kill()
 		c.result.Kills++
-		if err := c.life(ctx); err != nil {
+		if err := c.life(); err != nil {
 			return err
 		}
 		if (n+1)%5 == 0 && n < c.Random {
@@ -333,8 +333,8 @@ func (c *Campaign) killPluginsAtRandom(ctx context.Context) error {
 			return err
 		}
 		for range 10 {
-			time.Sleep(time.Duration(rand.IntN(60_000)) * time.Microsecond)
-			if err := c.plugins[rand.IntN(len(c.plugins))].kill(); err != nil {
+			time.Sleep(chance(60 * time.Millisecond))
+			if err := c.plugins[int(chance(time.Duration(len(c.plugins))))].kill(); err != nil {
 				return err
 			}
 			c.result.Kills++
