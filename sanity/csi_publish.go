@@ -91,7 +91,9 @@ func publishedSpecs(s *section) {
 		// second step, as every program does that has mount(2) alone, copies
 		// that have propagated meanwhile stay writable, and COs do not rely
 		// on them.
-		t.inPlugin(func() { t.refusesWrites(requirement.CSIPublishReadonly, &consumer{target: r.GetTargetPath(), volume: v.id}, text) })
+		t.inPlugin(func() {
+			t.refusesWrites(requirement.CSIPublishReadonly, &consumer{target: r.GetTargetPath(), volume: v.id}, text)
+		})
 		t.unpublished(r)
 		t.use(v, false, func(c *consumer) { t.clear(c) })
 	})

@@ -30,6 +30,7 @@ var executorSections = []writer{
 	{"Audit", auditSpecs},
 	{"The machine", hostSpecs},
 	{"Crash and reboot", recoverSpecs},
+	{"Attacks", attackSpecs},
 	{"Secrets", executorSecretSpecs},
 	{"What the plugin is asked", orchestratorSpecs},
 }

@@ -16,13 +16,19 @@ type Mutant struct {
 	mutant.Mutant
 	fault fault
 	rule  func(*Orchestrator) // of the CO around it, if that has the fault
+	// void says which records of a predecessor do not count.
+	void func(r record, boot string) bool
 }
 
 // New returns the Server that has the fault; its records are as those of the
 // conformant New.
 func (m Mutant) New(directory string) (*Server, error) {
 	p := NewPlain()
-	s, err := New(p, directory)
+	void := m.void
+	if void == nil {
+		void = ofAnotherBoot
+	}
+	s, err := newServer(p, directory, void)
 	if err != nil {
 		return nil, err
 	}

@@ -24,6 +24,9 @@ type record struct {
 	BootID    string   `json:"boot_id"`
 }
 
+// ofAnotherBoot is void: what it stood for ended with that boot.
+func ofAnotherBoot(r record, boot string) bool { return r.BootID != boot }
+
 // ledger holds a record for each performance, in memory and, if it has a
 // directory, in a file each that is replaced in one step.
 type ledger struct {
@@ -36,7 +39,7 @@ type ledger struct {
 
 // openLedger reads the records of a predecessor. Those of another boot are
 // void, for no mount outlives a boot.
-func openLedger(directory string) (ledger, error) {
+func openLedger(directory string, void func(r record, boot string) bool) (ledger, error) {
 	boot, err := bootID()
 	if err != nil {
 		return ledger{}, err
@@ -61,7 +64,7 @@ func openLedger(directory string) (ledger, error) {
 		if err := json.Unmarshal(data, &r); err != nil {
 			return l, err
 		}
-		if r.BootID != l.boot {
+		if void(r, l.boot) {
 			if err := os.Remove(name); err != nil {
 				return l, err
 			}

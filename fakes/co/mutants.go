@@ -6,5 +6,5 @@ import (
 
 // Mutants returns every wrong executor there is.
 func Mutants() []Mutant {
-	return slices.Concat(attributeMutants, performMutants, sourceMutants, blockMutants, refusalMutants, undoMutants, lifeMutants, hostMutants, owingMutants, extensionMutants)
+	return slices.Concat(attributeMutants, performMutants, sourceMutants, blockMutants, refusalMutants, undoMutants, lifeMutants, hostMutants, owingMutants, extensionMutants, attackedMutants)
 }

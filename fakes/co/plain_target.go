@@ -5,7 +5,9 @@ import (
 	"fmt"
 	"os"
 	"path"
+	"strings"
 
+	"github.com/moby/sys/mountinfo"
 	"golang.org/x/sys/unix"
 
 	"github.com/csi-prepare/csi-prepare/reference/kernel"
@@ -27,9 +29,37 @@ func (at *place) close() {
 	_ = unix.Close(at.parent)
 }
 
-// find resolves the place in the consumer's root. Links on the way are the
-// image's own and stay in that root; the place itself is no link.
+// find resolves the place in the consumer's root, unless the way leads through
+// a filesystem that may not answer: this executor has no child that could be
+// killed.
 func find(t Target) (*place, error) {
+	mounts, err := os.Open("/proc/thread-self/mountinfo") // of the consumer's namespace
+	if err != nil {
+		return nil, err
+	}
+	defer mounts.Close()
+	at := path.Join("/", t.Root, t.Path)
+	served, err := mountinfo.GetMountsFromReader(mounts, func(m *mountinfo.Info) (skip, stop bool) {
+		on := mayHang(m.FSType) && strings.HasPrefix(at, strings.TrimSuffix(m.Mountpoint, "/")+"/")
+		return !on, on
+	})
+	if err != nil {
+		return nil, err
+	}
+	if len(served) > 0 {
+		return nil, fmt.Errorf("path: leads through the %s at %s, which may not answer", served[0].FSType, served[0].Mountpoint)
+	}
+	return resolve(t)
+}
+
+// mayHang tells filesystems that wait for a server.
+func mayHang(fsType string) bool {
+	return strings.HasPrefix(fsType, "fuse") || strings.HasPrefix(fsType, "nfs") || fsType == "cifs" || fsType == "smb3" || fsType == "ceph" || fsType == "9p"
+}
+
+// resolve finds the place in the consumer's root. Links on the way are the
+// image's own and stay in that root; the place itself is no link.
+func resolve(t Target) (*place, error) {
 	root := path.Join("/", t.Root)
 	rootFD, err := unix.Open(root, unix.O_PATH|unix.O_DIRECTORY|unix.O_CLOEXEC, 0)
 	if err != nil {

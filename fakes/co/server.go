@@ -46,7 +46,11 @@ type Server struct {
 // New returns a Server over an Executor. Its records lie in directory, or in
 // memory if that is "".
 func New(e Executor, directory string) (*Server, error) {
-	l, err := openLedger(directory)
+	return newServer(e, directory, ofAnotherBoot)
+}
+
+func newServer(e Executor, directory string, void func(r record, boot string) bool) (*Server, error) {
+	l, err := openLedger(directory, void)
 	if err != nil {
 		return nil, fmt.Errorf("opening the ledger in %s: %w", directory, err)
 	}

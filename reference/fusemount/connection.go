@@ -83,7 +83,7 @@ func abort(mount int) error {
 	if err != nil {
 		return err
 	}
-	defer func() { _ = c.Close() }()
+	defer c.Close()
 	return c.Abort()
 }
 

@@ -101,7 +101,7 @@ func serve(l net.Listener, answer func(*call) ([]byte, error)) {
 			return
 		}
 		go func() {
-			defer func() { _ = conn.Close() }()
+			defer conn.Close()
 			r := bufio.NewReader(conn)
 			for {
 				c, err := readCall(r)
