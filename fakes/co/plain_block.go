@@ -51,7 +51,7 @@ func nodeOf(mode uint32, d *mountspec.BlockDevice) (int, error) {
 	if err != nil {
 		return -1, err
 	}
-	defer c.Close()
+	defer func() { _ = c.Close() }() // what it made is in the descriptor of the mount
 	if err := c.Create(); err != nil {
 		return -1, err
 	}

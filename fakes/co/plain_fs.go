@@ -22,7 +22,7 @@ func (p *Plain) filesystem(f *mountspec.Filesystem) (fd int, err error) {
 	if err != nil {
 		return -1, err
 	}
-	defer c.Close()
+	defer func() { _ = c.Close() }() // what it made is in the descriptor of the mount
 	source := f.Source
 	if f.Device != nil {
 		device, err := p.open(f.Device, f.SuperblockReadonly)

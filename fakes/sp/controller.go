@@ -193,7 +193,7 @@ func (s *Server) unsupported(c *csi.VolumeCapability) string {
 		return "has no access type"
 	case c.GetMount() == nil && !s.config.Block:
 		return "asks for a block device; a volume is a directory"
-	case c.GetMount().GetFsType() != "" && !(s.config.Block && c.GetMount().GetFsType() == "ext4"):
+	case c.GetMount().GetFsType() != "" && (!s.config.Block || c.GetMount().GetFsType() != "ext4"):
 		return "asks for a filesystem type; a volume is a directory of the node's filesystem"
 	case !known || c.GetAccessMode().GetMode() == csi.VolumeCapability_AccessMode_UNKNOWN:
 		return "has no access mode"
