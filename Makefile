@@ -79,8 +79,8 @@ ACTIVATE := reference/mountspec/containerd/activate
 .PHONY: e2e
 e2e: setup ## mount specs and real runtimes: runc, crun, containerd and its mount manager
 	@mkdir -p out bin; go test -c -o bin/e2e.test ./reference/e2e; cd $(ACTIVATE) && go test -c -o $(CURDIR)/bin/activate.test .
-	cd reference/e2e && E2E_REPORT=$(CURDIR)/out/e2e.json $(CURDIR)/.ci/nothing-left $(CURDIR)/bin/e2e.test -test.timeout 2m
-	cd $(ACTIVATE) && $(CURDIR)/.ci/nothing-left $(CURDIR)/bin/activate.test -test.timeout 1m
+	cd reference/e2e && E2E_REPORT=$(CURDIR)/out/e2e.json $(CURDIR)/.ci/nothing-left $(CURDIR)/bin/e2e.test -test.timeout 10m
+	cd $(ACTIVATE) && $(CURDIR)/.ci/nothing-left $(CURDIR)/bin/activate.test -test.timeout 5m
 
 .PHONY: crash
 crash: setup ## SIGKILL the CO and the drivers at every step and at random moments (ARGS=-random=N)

@@ -71,7 +71,7 @@ func newBundle(t *testing.T, script string) *bundle {
 	if err != nil {
 		t.Skipf("no image: %v (Debian: busybox-static)", err)
 	}
-	b := &bundle{id: fmt.Sprintf("e2e-%d-%d", os.Getpid(), bundles.Add(1))}
+	b := &bundle{id: fmt.Sprintf("%s-%d", filepath.Base(base), bundles.Add(1))}
 	b.dir = filepath.Join(base, b.id)
 	must(t, os.MkdirAll(b.dir, 0o755))
 	// Runtimes make mount points in the root, and leave them.

@@ -48,7 +48,8 @@ func TestMain(m *testing.M) {
 	}
 }
 
-// enter runs the tests in a mount namespace of their own.
+// enter runs the tests in a mount namespace of their own, and in a PID namespace:
+// with its first process, however that ends, all of its others end.
 func enter() int {
 	dir, err := os.MkdirTemp("", "e2e")
 	if err != nil {
@@ -59,7 +60,9 @@ func enter() int {
 	cmd := exec.Command("/proc/self/exe", os.Args[1:]...)
 	cmd.Env = append(os.Environ(), roleVariable+"=inside", baseVariable+"="+dir)
 	cmd.Stdout, cmd.Stderr = os.Stdout, os.Stderr
-	cmd.SysProcAttr = &syscall.SysProcAttr{Unshareflags: unix.CLONE_NEWNS, Pdeathsig: unix.SIGKILL}
+	cmd.SysProcAttr = &syscall.SysProcAttr{
+		Cloneflags: unix.CLONE_NEWPID, Unshareflags: unix.CLONE_NEWNS, Pdeathsig: unix.SIGKILL,
+	}
 	err = cmd.Run()
 	var exit *exec.ExitError
 	if err != nil && !errors.As(err, &exit) {
@@ -75,6 +78,10 @@ func inside(m *testing.M) int {
 	base = os.Getenv(baseVariable)
 	if err := unix.Mount("tmpfs", base, "tmpfs", 0, "mode=755"); err != nil {
 		fmt.Fprintln(os.Stderr, "tmpfs:", err)
+		return 1
+	}
+	if err := unix.Mount("proc", "/proc", "proc", 0, ""); err != nil {
+		fmt.Fprintln(os.Stderr, "proc:", err)
 		return 1
 	}
 	// containerd and ctr have sockets and pipes in /run whatever they are told.
@@ -129,10 +136,14 @@ func waitLine(f *os.File) error {
 const cgroupParent = "csi-prepare-e2e"
 
 // removeCgroups removes the directory the containers' cgroups were in, which
-// the runtimes leave.
+// the runtimes leave, and what is in it if the tests were killed.
 func removeCgroups() {
-	dirs, _ := filepath.Glob("/sys/fs/cgroup/*/" + cgroupParent)
-	for _, d := range append(dirs, "/sys/fs/cgroup/"+cgroupParent) {
-		_ = unix.Rmdir(d)
+	for _, dir := range []string{"/sys/fs/cgroup/*/", "/sys/fs/cgroup/"} {
+		for _, name := range []string{cgroupParent + "/*", cgroupParent} {
+			found, _ := filepath.Glob(dir + name)
+			for _, d := range found {
+				_ = unix.Rmdir(d)
+			}
+		}
 	}
 }
