@@ -97,25 +97,14 @@ func TestRecreatedDevice(t *testing.T) {
 	s := newSite(t)
 	stop := s.start()
 	id := s.create("v", 8*mib, raw())
-	s.stage(id, raw())
 	req := s.request(id, "p", raw(), false)
-	first := s.prepare(req).GetBlockDevice()
-
-	f, err := os.Open("/dev/loop" + minor(first))
-	if err != nil {
-		t.Fatal(err)
-	}
-	if _, err := unix.IoctlRetInt(int(f.Fd()), unix.LOOP_CLR_FD); err != nil {
-		t.Fatal(err)
-	}
-	f.Close()
 	other := filepath.Join(s.dir, "other")
 	if err := os.WriteFile(other, bytes.Repeat([]byte("o"), 8*mib), 0o600); err != nil {
 		t.Fatal(err)
 	}
-	node := "/dev/loop" + minor(first)
-	tool(t, "losetup", node, other)
-	t.Cleanup(func() { tool(t, "losetup", "-d", node) })
+	first, node := s.recreated(req, other)
+	otherNode := node
+	t.Cleanup(func() { tool(t, "losetup", "-d", otherNode) })
 
 	stop()
 	s.start() // it notices after a restart, too
@@ -130,18 +119,34 @@ func TestRecreatedDevice(t *testing.T) {
 	}
 
 	// The same file under the same number is not the same device either.
-	s.stage(id, raw())
-	first = s.prepare(req).GetBlockDevice()
-	tool(t, "losetup", "-d", "/dev/loop"+minor(first))
-	tool(t, "losetup", "/dev/loop"+minor(first), s.file(id))
-	_, err = s.tryPrepare(req)
-	s.code("NodePrepareVolume beside a foreign device", err, codes.FailedPrecondition, "loop"+minor(first))
-	tool(t, "losetup", "-d", "/dev/loop"+minor(first))
+	first, node = s.recreated(req, s.file(id))
+	_, err := s.tryPrepare(req)
+	s.code("NodePrepareVolume beside a foreign device", err, codes.FailedPrecondition, filepath.Base(node))
+	tool(t, "losetup", "-d", node)
 	if second := s.prepare(req).GetBlockDevice(); second.GetDiskseq() == first.GetDiskseq() {
 		t.Errorf("answered with %v again, which is gone", second)
 	}
 	s.unprepare(req)
 	s.unstage(id)
+}
+
+// recreated stages and prepares a volume and gives the number of its device to
+// another one, on a file: what it was, and the node of the number.
+func (s *site) recreated(req *prepare.NodePrepareVolumeRequest, file string) (was *prepare.BlockDevice, node string) {
+	s.t.Helper()
+	for range 16 { // another program may be faster
+		s.stage(req.GetVolumeId(), raw())
+		was = s.prepare(req).GetBlockDevice()
+		node = "/dev/loop" + minor(was)
+		tool(s.t, "losetup", "-d", node)
+		if exec.Command("losetup", node, file).Run() == nil {
+			return was, node
+		}
+		s.unprepare(req)
+		s.unstage(req.GetVolumeId())
+	}
+	s.t.Fatal("others take each loop device first")
+	return nil, ""
 }
 
 // minor is the device's number among the loop devices.

@@ -196,9 +196,16 @@ func checkOption(key, value string, hasValue bool) (optionKind, error) {
 func (o *options) contradictions() error {
 	for _, set := range [][]string{
 		{"hard", "soft", "softerr"},
-		{"ac", "noac"}, {"cto", "nocto"}, {"sharecache", "nosharecache"}, {"resvport", "noresvport"},
-		{"rdirplus", "nordirplus"}, {"acl", "noacl"}, {"actimeo", "acregmin"}, {"actimeo", "acregmax"},
-		{"actimeo", "acdirmin"}, {"actimeo", "acdirmax"},
+		{"ac", "noac"},
+		{"cto", "nocto"},
+		{"sharecache", "nosharecache"},
+		{"resvport", "noresvport"},
+		{"rdirplus", "nordirplus"},
+		{"acl", "noacl"},
+		{"actimeo", "acregmin"},
+		{"actimeo", "acregmax"},
+		{"actimeo", "acdirmin"},
+		{"actimeo", "acdirmax"},
 	} {
 		var found []string
 		for _, key := range set {

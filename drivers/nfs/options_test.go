@@ -44,13 +44,15 @@ func TestParameters(t *testing.T) {
 		"nothing asked": {nil, "", "192.0.2.1", "addr=192.0.2.1,vers=4.2,proto=tcp,hard,sec=sys"},
 		"IPv6":          {nil, "", "2001:db8::1", "addr=2001:db8::1,vers=4.2,proto=tcp6,hard,sec=sys"},
 		"version 3": {
-			[]string{"vers=3"}, "", "192.0.2.1",
+			[]string{"vers=3"},
+			"", "192.0.2.1",
 			"addr=192.0.2.1,vers=3,proto=tcp,mountaddr=192.0.2.1,mountproto=tcp,nolock,hard,sec=sys",
 		},
 		"of the volume":     {nil, "4.1", "192.0.2.1", "addr=192.0.2.1,vers=4.1,proto=tcp,hard,sec=sys"},
 		"said twice, alike": {[]string{"nfsvers=4.1"}, "4.1", "192.0.2.1", "addr=192.0.2.1,vers=4.1,proto=tcp,hard,sec=sys"},
 		"all sorts": {
-			[]string{"soft", "timeo=600", "retrans=3", "nconnect=4", "sec=sys", "proto=tcp", "port=20490"}, "", "192.0.2.1",
+			[]string{"soft", "timeo=600", "retrans=3", "nconnect=4", "sec=sys", "proto=tcp", "port=20490"},
+			"", "192.0.2.1",
 			"addr=192.0.2.1,vers=4.2,proto=tcp,nconnect=4,port=20490,retrans=3,sec=sys,soft,timeo=600",
 		},
 		"of the mount": {[]string{"ro", "noatime"}, "", "192.0.2.1", "addr=192.0.2.1,vers=4.2,proto=tcp,hard,sec=sys"},

@@ -54,37 +54,23 @@ func commands(t *testing.T) Commands {
 	return c
 }
 
-// controls are the conformant fakes, with the runs they have to pass, each in
-// an order of specs of its own: 20 for either seat.
-var controls = []struct {
-	name      string
-	seat      requirement.Actor
-	volumes   mutant.Volumes
-	runs      int
-	arguments []string
-}{
-	{"plugin", requirement.SP, mutant.Directories, 16, nil},
-	{"plugin that stages", requirement.SP, mutant.Directories, 2, []string{"--staging"}},
-	{"plugin of before the finer modes", requirement.SP, mutant.Directories, 2, []string{"--legacy-writers"}},
-	{"plugin with raw devices", requirement.SP, mutant.Raw, 4, nil},
-	{"plugin with formatted devices", requirement.SP, mutant.Formatted, 4, nil},
-	{"reference executor", requirement.CO, mutant.Directories, 10, nil},
-	{"plain executor", requirement.CO, mutant.Directories, 10, []string{"--plain"}},
-}
-
 // TestSuitePassesConformantFakes is the other half of the evidence: a suite
-// that fails everything would kill every mutant.
+// that fails everything would kill every mutant. The long form takes 20 rounds,
+// make controls 50, and the reference drivers besides.
 func TestSuitePassesConformantFakes(t *testing.T) {
 	c := commands(t)
-	for _, control := range controls {
-		t.Run(control.name, func(t *testing.T) {
+	for _, control := range Controls() {
+		if control.Reference != nil {
+			continue // has tests of its own
+		}
+		t.Run(control.Name, func(t *testing.T) {
 			t.Parallel()
-			runs := control.runs
+			runs := 20
 			if testing.Short() {
 				runs = 1
 			}
 			for range runs {
-				if err := c.Conformant(t.Context(), control.seat, control.volumes, rand.Int64N(1<<31)+1, control.arguments...); err != nil {
+				if err := c.Pass(t.Context(), control, rand.Int64N(1<<31)+1); err != nil {
 					t.Fatal(err)
 				}
 			}
@@ -92,9 +78,26 @@ func TestSuitePassesConformantFakes(t *testing.T) {
 	}
 }
 
+// TestSuiteWaitsForASlowPlugin has every answer take half a second.
+func TestSuiteWaitsForASlowPlugin(t *testing.T) {
+	if testing.Short() {
+		t.Skip("takes a quarter of an hour")
+	}
+	c := commands(t)
+	c.Deadline = 40 * time.Minute
+	if err := c.Conformant(t.Context(), requirement.SP, mutant.Directories, 1, "--delay", "500ms"); err != nil {
+		t.Fatal(err)
+	}
+}
+
+// TestSuiteKillsEveryMutant takes one in eight in short form; make mutants
+// takes all.
 func TestSuiteKillsEveryMutant(t *testing.T) {
 	c := commands(t)
-	for _, m := range Mutants() {
+	for i, m := range Mutants() {
+		if testing.Short() && i%8 != 0 {
+			continue
+		}
 		t.Run(m.Name, func(t *testing.T) {
 			t.Parallel()
 			r, err := c.Mutant(t.Context(), m, false)

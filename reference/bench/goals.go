@@ -17,6 +17,7 @@ func (s *suite) goals() []Goal {
 			Goal{fmt.Sprintf("one tmpfs, %d mounts", n), caseTmpfs, n, 1, product, raw, 1.45, true, false},
 		)
 	}
+	all = append(all, fuseGoals()...)
 	return append(
 		all,
 		Goal{"one bind in another namespace", caseNamespace, 0, 1, elsewhere, raw, 1.9, true, false},

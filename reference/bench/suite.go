@@ -85,6 +85,10 @@ func (s *suite) cases() []builder {
 	}
 	add("Raw I/O of a block volume", s.rawReads)
 	add("Raw I/O of a block volume", s.rawWrites)
+	add(sectionFUSE, s.fuseRead)
+	add(sectionFUSE, s.fuseWrite)
+	add(sectionFUSE, s.fuseRandom)
+	add(sectionFUSE, s.fuseMetadata)
 	add("Audit of the machine", s.machine)
 	for _, n := range fills {
 		add("A source that is busy", func() (Case, error) { return s.busySource(n) })

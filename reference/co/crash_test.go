@@ -40,7 +40,7 @@ type ground struct {
 
 func newGround(t *testing.T) *ground {
 	t.Helper()
-	ctx, cancel := context.WithTimeout(context.Background(), 3*time.Minute)
+	ctx, cancel := context.WithTimeout(context.Background(), 10*time.Minute)
 	t.Cleanup(cancel)
 	g := &ground{T: t, ctx: ctx, dir: tempDir(t), stateful: true}
 	for _, d := range []string{"data", "consumer", "state"} {
@@ -182,13 +182,21 @@ func (g *ground) finish(c *CO, when string) {
 	}
 }
 
+// stride is from one step that is tried to the next: with -short not each is.
+func stride() int {
+	if testing.Short() {
+		return 6
+	}
+	return 1
+}
+
 // TestKilledAtEveryStep kills the CO at each of its steps. What the successor
 // recovers has to be performed exactly once, or gone.
 func TestKilledAtEveryStep(t *testing.T) {
 	for _, act := range []string{"up", "down"} {
 		t.Run(act, func(t *testing.T) {
 			g := newGround(t)
-			for step := 1; ; step++ {
+			for step := 1; ; step += stride() {
 				if act == "down" {
 					g.act("up", 0)
 				}
@@ -201,7 +209,7 @@ func TestKilledAtEveryStep(t *testing.T) {
 				g.finish(c, when)
 				g.must(c.Close())
 				if at == "" {
-					t.Logf("%d steps", step-1)
+					t.Logf("up to step %d", step-1)
 					return
 				}
 			}
@@ -216,7 +224,7 @@ func TestPluginKilledAtEveryStep(t *testing.T) {
 		t.Run(fmt.Sprintf("state kept %v", stateful), func(t *testing.T) {
 			g := newGround(t)
 			// The volume itself is always remembered.
-			for step := 1; ; step++ {
+			for step := 1; ; step += stride() {
 				c := g.open()
 				n, at := step, ""
 				c.before = func(name string) {
@@ -250,7 +258,7 @@ func TestPluginKilledAtEveryStep(t *testing.T) {
 				g.finish(c, when)
 				g.must(c.Close())
 				if at == "" {
-					t.Logf("%d steps", step-1)
+					t.Logf("up to step %d", step-1)
 					return
 				}
 			}

@@ -52,7 +52,7 @@ func newFUSERig(t *testing.T) *fuseRig {
 		if t.Failed() {
 			t.Logf("the driver said:\n%s", r.said.String())
 		}
-		for range 500 {
+		for range 5000 {
 			if len(r.servers()) == 0 {
 				return
 			}
@@ -135,7 +135,7 @@ func (r *fuseRig) killServer() {
 // eventually waits until something is so.
 func (r *rig) eventually(what string, so func() bool) {
 	r.Helper()
-	for range 2000 {
+	for range 10000 {
 		if so() {
 			return
 		}
@@ -148,7 +148,7 @@ func (r *rig) eventually(what string, so func() bool) {
 // hang the tests.
 func (r *rig) reads(u *Use, want string) {
 	r.Helper()
-	ctx, cancel := context.WithTimeout(r.ctx, 20*time.Second)
+	ctx, cancel := context.WithTimeout(r.ctx, 2*time.Minute)
 	defer cancel()
 	out, err := exec.CommandContext(ctx, "cat", u.Target.Path+"/f").CombinedOutput()
 	if err != nil || string(out) != want {

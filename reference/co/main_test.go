@@ -236,7 +236,7 @@ func runCO() int {
 			select {}
 		}
 	}
-	ctx, cancel := context.WithTimeout(context.Background(), time.Minute)
+	ctx, cancel := context.WithTimeout(context.Background(), 5*time.Minute)
 	defer cancel()
 	u := useOf(dir, os.Getenv("CO_TEST_VOLUME"))
 	if os.Getenv("CO_TEST_ACT") == "up" {
@@ -255,7 +255,7 @@ func testPolicy(dir string) *Policy {
 	s := DefaultSettings()
 	s.Grants = map[string]string{"data": dir + "/data"}
 	s.FSTypes = append(s.FSTypes, "tmpfs")
-	s.CallDeadline, s.StepDeadline = Duration(20*time.Second), Duration(20*time.Second)
+	s.CallDeadline, s.StepDeadline = Duration(time.Minute), Duration(time.Minute)
 	s.Attempts, s.Backoff = 3, Duration(10*time.Millisecond)
 	return &Policy{defaults: s}
 }

@@ -38,7 +38,7 @@ type rig struct {
 
 func newRig(t *testing.T) *rig {
 	t.Helper()
-	ctx, cancel := context.WithTimeout(context.Background(), time.Minute)
+	ctx, cancel := context.WithTimeout(context.Background(), 5*time.Minute)
 	r := &rig{T: t, ctx: ctx, dir: tempDir(t)}
 	for _, d := range []string{"data", "consumer"} {
 		r.must(os.Mkdir(r.path(d), 0o755))

@@ -430,7 +430,8 @@ func TestRule12IdentityWhenPerforming(t *testing.T) {
 func TestRule11EffectiveIsComparedWithRequested(t *testing.T) {
 	r := newRig(t)
 	d := r.loop()
-	r.mount(d.path, r.mkdir("elsewhere"), "ext4", "commit=7")
+	// As a plugin may that has it mounted for itself.
+	r.mount(d.path, r.mkdir("co/staging/plugin"), "ext4", "commit=7")
 	r.before = r.table()
 	u := r.use(r.volume("v"))
 	spec := d.ext4(d.diskseq)
@@ -440,6 +441,9 @@ func TestRule11EffectiveIsComparedWithRequested(t *testing.T) {
 	if _, err := r.co.Up(r.ctx, u); !errors.Is(err, perform.ErrParameters) {
 		t.Errorf("%v, want ErrParameters", err)
 	}
+	r.must(unix.Unmount(r.path("co/staging/plugin"), 0))
+	r.must(os.Remove(r.path("co/staging/plugin")))
+	r.before = mountns.NewTable(true, slices.DeleteFunc(r.before.Mounts, func(m mountns.Mount) bool { return m.Point == r.path("co/staging/plugin") })...)
 	r.nothingLeft()
 }
 

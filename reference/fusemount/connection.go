@@ -83,7 +83,7 @@ func abort(mount int) error {
 	if err != nil {
 		return err
 	}
-	defer c.Close()
+	defer func() { _ = c.Close() }()
 	return c.Abort()
 }
 

@@ -16,7 +16,7 @@ type Progress struct {
 	// Total is the number of specs to come.
 	Total int
 
-	done int
+	done, failed int
 }
 
 // Show reports the end of a spec. A filtered one is not worth a line.
@@ -25,8 +25,11 @@ func (p *Progress) Show(s Spec) {
 		return
 	}
 	p.done++
+	if s.Outcome == Failed {
+		p.failed++
+	}
 	if p.Terminal {
-		fmt.Fprintf(p.Out, "\r\x1b[K[%d/%d] %s", p.done, p.Total, clip(s.Name, 68))
+		fmt.Fprintf(p.Out, "\r\x1b[K%s %s", p.bar(), clip(s.Name, 52))
 	} else {
 		fmt.Fprintf(p.Out, "%-13s %6.0f ms  %s\n", s.Outcome, 1000*s.Seconds, s.Name)
 	}
@@ -37,6 +40,20 @@ func (p *Progress) Show(s Spec) {
 		fmt.Fprint(p.Out, "\r\x1b[K\x1b[31m", Failed, "\x1b[0m ", s.Name, "\n")
 	}
 	fmt.Fprintf(p.Out, "\n%s\n\n", indent(s.Message))
+}
+
+// bar is how far the run is, and how many specs failed so far.
+func (p *Progress) bar() string {
+	const width = 16
+	full := width
+	if p.Total > 0 {
+		full = min(width, width*p.done/p.Total)
+	}
+	text := fmt.Sprintf("%s%s [%d/%d]", strings.Repeat("█", full), strings.Repeat("░", width-full), p.done, p.Total)
+	if p.failed > 0 {
+		text += fmt.Sprintf(" \x1b[31m%d failed\x1b[0m", p.failed)
+	}
+	return text
 }
 
 // End leaves the line that was written over.

@@ -83,7 +83,7 @@ func run() (passed bool, err error) {
 	if err := json.Unmarshal(text, &j); err != nil {
 		return false, fmt.Errorf("%s: %w", job.File, err)
 	}
-	if err := mountAll("", kernelFilesystems); err != nil {
+	if err := mountAll(kernelFilesystems); err != nil {
 		return false, err
 	}
 	for _, m := range j.Modules {

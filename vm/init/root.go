@@ -32,16 +32,15 @@ var ownFilesystems = []mount{
 	{"fusectl", "/sys/fs/fuse/connections", "fusectl", unix.MS_NOSUID | unix.MS_NODEV | unix.MS_NOEXEC, ""},
 }
 
-func mountAll(root string, all []mount) error {
+func mountAll(all []mount) error {
 	for _, m := range all {
-		target := root + m.target
 		if m.fstype != "fusectl" && m.fstype != "cgroup2" {
-			if err := os.MkdirAll(target, 0o755); err != nil {
+			if err := os.MkdirAll(m.target, 0o755); err != nil {
 				return err
 			}
 		}
-		if err := unix.Mount(m.source, target, m.fstype, m.flags, m.data); err != nil {
-			return fmt.Errorf("mount %s at %s: %w", m.fstype, target, err)
+		if err := unix.Mount(m.source, m.target, m.fstype, m.flags, m.data); err != nil {
+			return fmt.Errorf("mount %s at %s: %w", m.fstype, m.target, err)
 		}
 	}
 	return nil
@@ -52,7 +51,7 @@ func makeRoot(j *job.Job) error {
 	if err := enterHostRoot(j.Payload); err != nil {
 		return err
 	}
-	if err := mountAll("", ownFilesystems); err != nil {
+	if err := mountAll(ownFilesystems); err != nil {
 		return err
 	}
 	return unix.Mount("", "/", "", unix.MS_PRIVATE|unix.MS_REC, "")
@@ -67,7 +66,7 @@ func enterHostRoot(payload string) error {
 		{"none", host, "hostfs", unix.MS_RDONLY, "/"},
 		{"tmpfs", layer, "tmpfs", 0, "mode=755"},
 	}
-	if err := mountAll("", steps); err != nil {
+	if err := mountAll(steps); err != nil {
 		return err
 	}
 	for _, dir := range []string{layer + "/upper", layer + "/work", root} {
@@ -80,7 +79,7 @@ func enterHostRoot(payload string) error {
 		{"none", laid, "hostfs", unix.MS_RDONLY, payload},
 		{"tmpfs", root + job.Payload, "tmpfs", unix.MS_NOSUID | unix.MS_NODEV, "mode=755"},
 	}
-	if err := mountAll("", steps); err != nil {
+	if err := mountAll(steps); err != nil {
 		return err
 	}
 	// To fault a program in page by page from the host takes far longer.

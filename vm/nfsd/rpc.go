@@ -101,7 +101,7 @@ func serve(l net.Listener, answer func(*call) ([]byte, error)) {
 			return
 		}
 		go func() {
-			defer conn.Close()
+			defer func() { _ = conn.Close() }()
 			r := bufio.NewReader(conn)
 			for {
 				c, err := readCall(r)

@@ -15,11 +15,11 @@ import (
 
 	"github.com/spf13/cobra"
 
-	"github.com/csi-prepare/csi-prepare/reference/perform"
+	"github.com/csi-prepare/csi-prepare/reference/co"
 )
 
 func main() {
-	perform.MainIfChild()
+	co.Child()
 	ctx, stop := signal.NotifyContext(context.Background(), syscall.SIGTERM, syscall.SIGINT)
 	defer stop()
 	err := newCommand().ExecuteContext(ctx)
@@ -57,6 +57,6 @@ latter; "prepare-fake kill" shows whether it does.`,
 		SilenceErrors: true,
 		SilenceUsage:  true,
 	}
-	cmd.AddCommand(newSP(), newCO(), newList(), newKill(), newServeFUSE())
+	cmd.AddCommand(newSP(), newCO(), newList(), newKill(), newControl(), newServeFUSE())
 	return cmd
 }

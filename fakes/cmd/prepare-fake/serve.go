@@ -27,6 +27,7 @@ func newSP() *cobra.Command {
 	var endpoint, name string
 	var grants []string
 	var plain, overFUSE bool
+	var as odd
 	config := sp.Config{Grants: make(map[string]string)}
 	cmd := &cobra.Command{
 		Use:   "sp --endpoint unix:///PATH --grant NAME=DIR",
@@ -63,10 +64,11 @@ kept in memory, and in --state-dir if that is given: then it survives a restart.
 			if err != nil {
 				return failure{err}
 			}
-			return serve(cmd.Context(), endpoint, s)
+			return serve(cmd.Context(), endpoint, s, as.option())
 		},
 	}
 	addServing(cmd, &endpoint, &name, &config.StateDir)
+	as.flags(cmd)
 	cmd.Flags().StringArrayVar(&grants, "grant", nil, "directory for volumes, as NAME=DIR; the CO knows it by the same name")
 	cmd.Flags().StringVar(&config.NodeID, "node-id", "fake-node", "answer to NodeGetInfo")
 	cmd.Flags().BoolVar(&config.Staging, "staging", false, "ask for NodeStageVolume")
@@ -81,6 +83,7 @@ kept in memory, and in --state-dir if that is given: then it survives a restart.
 func newCO() *cobra.Command {
 	var endpoint, name, directory string
 	var plain bool
+	var programs map[string]string
 	cmd := &cobra.Command{
 		Use:   "co --endpoint unix:///PATH",
 		Short: "Serve the executor of mount specs",
@@ -91,11 +94,7 @@ performed is kept in --state-dir, so that a successor can recover. It needs root
 		Example: "  prepare-fake co --endpoint unix:///run/fake.sock --state-dir /var/lib/fake --mutant lazy-undo",
 		Args:    cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
-			var executor co.Executor = new(co.Reference)
-			if plain {
-				executor = co.NewPlain()
-			}
-			build := func(directory string) (*co.Server, error) { return co.New(executor, directory) }
+			build := func(directory string) (*co.Server, error) { return conformant(plain, directory, programs) }
 			if name != "" {
 				m, err := find(co.Mutants(), name)
 				if err != nil {
@@ -112,7 +111,25 @@ performed is kept in --state-dir, so that a successor can recover. It needs root
 	}
 	addServing(cmd, &endpoint, &name, &directory)
 	cmd.Flags().BoolVar(&plain, "plain", false, "perform by the small executor")
+	cmd.Flags().StringToStringVar(&programs, "allow-program", nil, "let an extension run a program, as NAME=PATH; goes with --plain")
 	return cmd
+}
+
+// conformant is a whole CO over an executor if it has a directory, else an
+// executor alone.
+func conformant(plain bool, directory string, programs map[string]string) (*co.Server, error) {
+	small := co.NewPlain()
+	small.AllowPrograms(programs)
+	switch {
+	case directory == "" && plain:
+		return co.New(small, "")
+	case directory == "":
+		return co.New(new(co.Reference), "")
+	case plain:
+		return co.NewPlainCO(small, directory)
+	default:
+		return co.NewReferenceServer(directory)
+	}
 }
 
 func addServing(cmd *cobra.Command, endpoint, name, directory *string) {
@@ -133,7 +150,7 @@ func find[M interface{ Title() string }](all []M, name string) (M, error) {
 }
 
 // serve serves s at the endpoint until ctx ends.
-func serve(ctx context.Context, endpoint string, s service) error {
+func serve(ctx context.Context, endpoint string, s service, more ...grpc.ServerOption) error {
 	path := strings.TrimPrefix(endpoint, "unix://")
 	if !filepath.IsAbs(path) {
 		return fmt.Errorf("--endpoint %q: has to be unix:// and an absolute path", endpoint)
@@ -148,7 +165,7 @@ func serve(ctx context.Context, endpoint string, s service) error {
 	if err != nil {
 		return failure{err}
 	}
-	server := grpc.NewServer(s.Options()...)
+	server := grpc.NewServer(append(s.Options(), more...)...)
 	s.Serve(server)
 	// Calls that hang, as those of some mutants, are not waited for.
 	defer context.AfterFunc(ctx, server.Stop)()

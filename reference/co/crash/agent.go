@@ -6,7 +6,6 @@ import (
 	"errors"
 	"fmt"
 	"io"
-	"math/rand/v2"
 	"os"
 	"strconv"
 	"strings"
@@ -144,7 +143,7 @@ func (a *agent) do(o *order) error {
 				for running.Err() == nil {
 					a.cycle(context.Background(), i)
 					if a.uses[i].Steady {
-						time.Sleep(time.Duration(rand.IntN(100)) * time.Millisecond)
+						time.Sleep(chance(100 * time.Millisecond))
 					}
 				}
 			})

@@ -2,11 +2,11 @@ package crash
 
 import (
 	"context"
+	"crypto/rand"
 	"encoding/json"
 	"errors"
 	"fmt"
 	"io"
-	"math/rand/v2"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -17,7 +17,7 @@ import (
 )
 
 // patience is how long anything may take before it counts as stuck.
-const patience = time.Minute
+const patience = 3 * time.Minute
 
 // Campaign says what is killed.
 type Campaign struct {
@@ -144,7 +144,7 @@ func (c *Campaign) prepare(ctx context.Context) (err error) {
 			if err != nil {
 				return fmt.Errorf("%s: create a volume: %w", name, err)
 			}
-			c.nonces[volume] = fmt.Sprint(name, n, rand.Uint64())
+			c.nonces[volume] = fmt.Sprint(name, n, rand.Text())
 			ids := []string{"c1"}
 			if steady {
 				ids = []string{"stays", "c2"}
@@ -160,7 +160,7 @@ func (c *Campaign) prepare(ctx context.Context) (err error) {
 	if c.consumers, err = start[errand, outcome](roleConsumer); err != nil {
 		return err
 	}
-	if err := c.life(ctx); err != nil {
+	if err := c.life(); err != nil {
 		return err
 	}
 	if _, err := c.co.answer(ctx); err != nil {
@@ -182,7 +182,7 @@ func (c *Campaign) prepare(ctx context.Context) (err error) {
 // policy is the operator's.
 func (c *Campaign) policy() string {
 	var b strings.Builder
-	fmt.Fprint(&b, "apiVersion: csi-prepare/v1alpha1\nkind: Policy\ndefaults: {attempts: 60, backoff: 2ms, callDeadline: 20s, stepDeadline: 20s}\ndrivers:\n")
+	fmt.Fprint(&b, "apiVersion: csi-prepare/v1alpha1\nkind: Policy\ndefaults: {attempts: 60, backoff: 2ms, callDeadline: 2m, stepDeadline: 2m, failover: 10m}\ndrivers:\n")
 	for _, p := range c.plugins {
 		fmt.Fprintf(&b, "  %q: {grants: {data: %q}, pluginUID: %d, pluginGID: %d}\n", p.driver, p.dir+"/data", p.owner(), p.owner())
 	}
@@ -190,7 +190,7 @@ func (c *Campaign) policy() string {
 }
 
 // life starts a CO, which recovers.
-func (c *Campaign) life(ctx context.Context) (err error) {
+func (c *Campaign) life() (err error) {
 	for _, p := range c.plugins {
 		p.calls.next()
 	}
@@ -240,7 +240,7 @@ func (c *Campaign) killCOAtBoundaries(ctx context.Context) error {
 				return err
 			}
 			c.result.Kills++
-			if err := c.life(ctx); err != nil {
+			if err := c.life(); err != nil {
 				return err
 			}
 			if err := c.recovered(ctx, fmt.Sprintf("with %s the CO killed at boundary %d", p.name, step)); err != nil {
@@ -308,10 +308,10 @@ func (c *Campaign) killCOAtRandom(ctx context.Context) error {
 				return err
 			}
 		}
-		time.Sleep(time.Duration(rand.IntN(120_000)) * time.Microsecond)
+		time.Sleep(chance(120 * time.Millisecond))
 		c.co.kill()
 		c.result.Kills++
-		if err := c.life(ctx); err != nil {
+		if err := c.life(); err != nil {
 			return err
 		}
 		if (n+1)%5 == 0 && n < c.Random {
@@ -333,8 +333,8 @@ func (c *Campaign) killPluginsAtRandom(ctx context.Context) error {
 			return err
 		}
 		for range 10 {
-			time.Sleep(time.Duration(rand.IntN(60_000)) * time.Microsecond)
-			if err := c.plugins[rand.IntN(len(c.plugins))].kill(); err != nil {
+			time.Sleep(chance(60 * time.Millisecond))
+			if err := c.plugins[int(chance(time.Duration(len(c.plugins))))].kill(); err != nil {
 				return err
 			}
 			c.result.Kills++
@@ -427,9 +427,13 @@ type process[Ask, Answer any] struct {
 	in      io.WriteCloser
 	asks    *json.Encoder
 	answers chan Answer
+	late    bool // an answer was not waited for
 }
 
-var errEnded = errors.New("the process has ended")
+var (
+	errEnded = errors.New("the process has ended")
+	errLate  = errors.New("no answer in time")
+)
 
 func start[Ask, Answer any](role string) (*process[Ask, Answer], error) {
 	p := &process[Ask, Answer]{cmd: self(role), answers: make(chan Answer)}
@@ -460,6 +464,9 @@ func start[Ask, Answer any](role string) (*process[Ask, Answer], error) {
 }
 
 func (p *process[Ask, Answer]) tell(a Ask) error {
+	if p.late {
+		return errLate
+	}
 	if err := p.asks.Encode(a); err != nil {
 		return errEnded
 	}
@@ -475,7 +482,8 @@ func (p *process[Ask, Answer]) answer(ctx context.Context) (a Answer, err error)
 		}
 		return a, nil
 	case <-time.After(2 * patience):
-		return a, errors.New("no answer in time")
+		p.late = true
+		return a, errLate
 	case <-ctx.Done():
 		return a, ctx.Err()
 	}

@@ -89,7 +89,7 @@ func (c *Campaign) checkPreparations(ctx context.Context, when string, p *plugin
 	if err != nil {
 		return err
 	}
-	defer conn.Close()
+	defer func() { _ = conn.Close() }()
 	ctx, cancel := context.WithTimeout(ctx, patience)
 	defer cancel()
 	var list *preparev1alpha1.NodeListPreparedVolumesResponse

@@ -45,7 +45,7 @@ func TestCampaign(t *testing.T) {
 		t.Logf("without FUSE: %v", err)
 	}
 	var progress strings.Builder
-	c := Campaign{Driver: []string{"/proc/self/exe"}, Plugins: plugins, Random: 10, Boundaries: !testing.Short(), Progress: &progress}
+	c := Campaign{Driver: []string{"/proc/self/exe"}, Plugins: plugins, Random: 6, Boundaries: !testing.Short(), Progress: &progress}
 	r, err := c.Run(t.Context())
 	if err != nil || !r.OK() {
 		t.Fatalf("%v, %v\n%s", r, err, progress.String())

@@ -57,7 +57,7 @@ func Hold(ctx context.Context, driver []string, volumes int) (_ *Held, err error
 		})
 	}
 	h := &Held{Volumes: volumes}
-	if err := c.life(ctx); err != nil {
+	if err := c.life(); err != nil {
 		return nil, err
 	}
 	if _, err := c.answered(ctx); err != nil {
@@ -74,7 +74,7 @@ func Hold(ctx context.Context, driver []string, volumes int) (_ *Held, err error
 	h.Up, h.RSS = time.Since(begin), r.RSS
 	c.co.kill()
 	begin = time.Now()
-	if err := c.life(ctx); err != nil {
+	if err := c.life(); err != nil {
 		return nil, err
 	}
 	if r, err = c.answered(ctx); err != nil {

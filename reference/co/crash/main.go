@@ -3,9 +3,11 @@ package crash
 import (
 	"errors"
 	"fmt"
+	"math/rand/v2"
 	"os"
 	"os/exec"
 	"syscall"
+	"time"
 
 	"github.com/csi-prepare/csi-prepare/reference/co"
 )
@@ -50,6 +52,11 @@ func exit(err error) int {
 	}
 	fmt.Fprintln(os.Stderr, err)
 	return 1
+}
+
+// chance is a random time below a bound.
+func chance(below time.Duration) time.Duration {
+	return time.Duration(rand.Int64N(int64(below))) //nolint:gosec // a moment to kill at is no secret
 }
 
 // self is this program in another part, which ends with this one.

@@ -5,7 +5,6 @@ import (
 	"errors"
 	"fmt"
 	"io"
-	"math/rand/v2"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -13,6 +12,7 @@ import (
 	"strings"
 	"sync"
 	"syscall"
+	"time"
 
 	"github.com/container-storage-interface/spec/lib/go/csi"
 	"golang.org/x/sys/unix"
@@ -85,7 +85,7 @@ func (c *Campaign) newPlugin(name string) (*plugin, error) {
 	if err != nil {
 		return nil, err
 	}
-	defer conn.Close()
+	defer func() { _ = conn.Close() }()
 	info, err := csi.NewIdentityClient(conn).GetPluginInfo(ctx, &csi.GetPluginInfoRequest{}, grpc.WaitForReady(true))
 	p.driver = info.GetName()
 	return p, err
@@ -120,7 +120,7 @@ func (p *plugin) create(ctx context.Context, name string) (string, error) {
 	if err != nil {
 		return "", err
 	}
-	defer conn.Close()
+	defer func() { _ = conn.Close() }()
 	request := &csi.CreateVolumeRequest{Name: name, VolumeCapabilities: []*csi.VolumeCapability{capability()}}
 	if p.name == "block" {
 		request.CapacityRange = &csi.CapacityRange{RequiredBytes: 32 << 20}
@@ -134,7 +134,7 @@ func (p *plugin) delete(ctx context.Context, volume string) error {
 	if err != nil {
 		return err
 	}
-	defer conn.Close()
+	defer func() { _ = conn.Close() }()
 	_, err = csi.NewControllerClient(conn).DeleteVolume(ctx, &csi.DeleteVolumeRequest{VolumeId: volume}, grpc.WaitForReady(true))
 	return err
 }
@@ -173,8 +173,8 @@ func (p *plugin) moment(name string) {
 func (p *plugin) kill() error {
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	if pids := p.servers(); len(pids) > 0 && rand.IntN(2) == 0 {
-		return unix.Kill(pids[rand.IntN(len(pids))], unix.SIGKILL)
+	if pids := p.servers(); len(pids) > 0 && chance(2) == 0 {
+		return unix.Kill(pids[int(chance(time.Duration(len(pids))))], unix.SIGKILL)
 	}
 	return p.again()
 }

@@ -30,8 +30,8 @@ const (
 
 // embed makes the reference driver what is tested.
 func (s *settings) embed() error {
-	if !slices.Contains([]string{"hostpath", "block", "nfs", "fuse", "fuse-classic"}, s.driver) {
-		return fmt.Errorf("--driver %s: there is no such reference driver; there are hostpath, block, nfs, fuse and fuse-classic", s.driver)
+	if !slices.Contains(drivers(), s.driver) {
+		return fmt.Errorf("--driver %s: there is no such reference driver; there are %s", s.driver, strings.Join(drivers(), ", "))
 	}
 	dir, err := os.MkdirTemp(s.config.WorkDir, "prepare-sanity-"+s.driver+"-")
 	if err != nil {

@@ -92,6 +92,6 @@ namespace it is started in.`,
 		SilenceUsage:  true,
 		Args:          cobra.NoArgs,
 	}
-	root.AddCommand(newRun(), newExecutor(), newList(), newExplain(), newDoctor(), newReport(), newCall(), newEmbedded(), newEmbeddedExecutor())
+	root.AddCommand(completable(newRun()), completable(newExecutor()), newList(), newExplain(), newDoctor(), newReport(), newCall(), newEmbedded(), newEmbeddedExecutor())
 	return root
 }

@@ -59,6 +59,9 @@ A plugin whose volumes are directories the operator granted it needs --grant, so
 that the suite can perform its mount specs as a CO would.`,
 		Args: cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
+			if done, err := rootless(cmd.OutOrStdout()); done {
+				return err
+			}
 			s.seedSet = cmd.Flags().Changed("seed") || cmd.Flags().Changed("ginkgo.seed")
 			if s.config.Endpoint == "" && s.exec == "" {
 				if err := s.embed(); err != nil {
@@ -107,6 +110,9 @@ its initial pid namespace. Without --performer and --exec it is the reference
 executor.`,
 		Args: cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
+			if done, err := rootless(cmd.OutOrStdout()); done {
+				return err
+			}
 			s.seedSet = cmd.Flags().Changed("seed") || cmd.Flags().Changed("ginkgo.seed")
 			name := "executor"
 			if s.config.Performer == "" && s.exec == "" {

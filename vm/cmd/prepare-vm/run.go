@@ -148,7 +148,7 @@ func (o *options) keep(results, guest string, outcomes []job.Outcome) error {
 		if err != nil {
 			return err
 		}
-		if err := os.WriteFile(filepath.Join(o.out, "vm-"+name), text, 0o644); err != nil {
+		if err := os.WriteFile(filepath.Join(o.out, "vm-"+name), text, 0o644); err != nil { //nolint:gosec // the name of a file in a directory of our own
 			return err
 		}
 	}

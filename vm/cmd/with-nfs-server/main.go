@@ -52,7 +52,7 @@ func run(ctx context.Context, argv []string) (err error) {
 	if err := errors.Join(os.Mkdir(filepath.Join(root, export), 0o755), h.Export(export), h.Serve()); err != nil {
 		return err
 	}
-	cmd := exec.CommandContext(ctx, argv[0], argv[1:]...)
+	cmd := exec.CommandContext(ctx, argv[0], argv[1:]...) //nolint:gosec // to run its arguments is what the command is for
 	cmd.Stdin, cmd.Stdout, cmd.Stderr = os.Stdin, os.Stdout, os.Stderr
 	return cmd.Run()
 }
