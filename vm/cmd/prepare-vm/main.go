@@ -70,6 +70,6 @@ kernel, which is older than most.`,
 	f.StringVar(&o.out, "out", "out", "`directory` for reports and logs, vm-*.*; made if missing")
 	f.StringVar(&o.only, "only", "", "`regexp` of the steps to run; all if empty")
 	f.BoolVar(&o.short, "short", false, "run the short forms")
-	f.DurationVar(&o.timeout, "timeout", 10*time.Minute, "how long a guest may take, on a machine that does other things too")
+	f.DurationVar(&o.timeout, "timeout", 40*time.Minute, "how long a guest may take, on a machine that does other things too")
 	return cmd
 }

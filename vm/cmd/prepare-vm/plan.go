@@ -91,7 +91,7 @@ func selected(only *regexp.Regexp, short bool) []guest {
 }
 
 // seconds a step may take, on a machine that does much else.
-const seconds = 400
+const seconds = 1500
 
 // job makes a step of a guest's job of it, for programs in the payload.
 func (s step) job(short bool) job.Step {
@@ -101,7 +101,7 @@ func (s step) job(short bool) job.Step {
 	}
 	j.Argv = append(j.Argv, path.Join(job.Payload, s.program()))
 	if s.test != "" {
-		j.Argv = append(j.Argv, "-test.short", "-test.v", "-test.timeout", "6m")
+		j.Argv = append(j.Argv, "-test.short", "-test.v", "-test.timeout", "24m")
 		j.Env = []string{"CSI_PREPARE_GUEST=1"}
 	}
 	j.Argv = append(j.Argv, s.args...)

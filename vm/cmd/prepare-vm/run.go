@@ -97,7 +97,7 @@ func (o *options) boot(ctx context.Context, g guest, dir string, programs map[st
 	}
 	console := &prefixed{to: o.console, prefix: g.name + ": "}
 	boot := vm.Guest{
-		Init: programs["init"], Modules: g.modules, Payload: map[string]string{},
+		Init: programs[initName], Modules: g.modules, Payload: map[string]string{},
 		Scratch: dir, Console: console, Results: results,
 	}
 	for _, s := range g.steps {
@@ -155,8 +155,10 @@ func (o *options) keep(results, guest string, outcomes []job.Outcome) error {
 	return nil
 }
 
+const initName = "init"
+
 // build builds what the guests need, and returns where each program is. The
-// init has no C library to find.
+// init has no C library to find, the others have the host's.
 func build(ctx context.Context, dir string, wanted []guest) (map[string]string, error) {
 	programs := map[string]string{}
 	add := func(name string, args ...string) error {
@@ -166,13 +168,15 @@ func build(ctx context.Context, dir string, wanted []guest) (map[string]string, 
 		programs[name] = filepath.Join(dir, name)
 		args = append(args[:1:1], append([]string{"-ldflags=-s -w", "-o", programs[name]}, args[1:]...)...)
 		cmd := exec.CommandContext(ctx, "go", args...)
-		cmd.Env = append(os.Environ(), "CGO_ENABLED=0")
+		if name == initName {
+			cmd.Env = append(os.Environ(), "CGO_ENABLED=0")
+		}
 		if text, err := cmd.CombinedOutput(); err != nil {
 			return fmt.Errorf("go %s: %w\n%s", strings.Join(args, " "), err, text)
 		}
 		return nil
 	}
-	if err := add("init", "build", "./vm/init"); err != nil {
+	if err := add(initName, "build", "./vm/init"); err != nil {
 		return nil, err
 	}
 	for _, g := range wanted {
