@@ -17,7 +17,7 @@ import (
 // step is kept for the next one, for a while; one that was killed, or that
 // misbehaved, is not.
 const (
-	maxIdle  = 4
+	maxIdle  = 8
 	idleTime = 10 * time.Second
 )
 

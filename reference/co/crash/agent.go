@@ -126,12 +126,12 @@ func (a *agent) do(o *order) error {
 		a.steps.Store(0)
 	case "up":
 		var wg sync.WaitGroup
-		turn := make(chan struct{}, 8)
+		turn := make(chan struct{}, 4)
 		for i := range a.uses {
 			wg.Go(func() {
 				turn <- struct{}{}
 				defer func() { <-turn }()
-				a.up(ctx, i)
+				a.up(context.Background(), i) // a thousand take their time
 			})
 		}
 		wg.Wait()
