@@ -53,7 +53,9 @@ func TestMain(m *testing.M) {
 	case "wait":
 		_, err = io.Copy(io.Discard, os.Stdin)
 	default:
-		os.Exit(m.Run())
+		if err = enterRootless(); err == nil {
+			os.Exit(m.Run())
+		}
 	}
 	if err != nil {
 		fmt.Fprintln(os.Stderr, role, err)
@@ -113,6 +115,7 @@ type site struct {
 	listener *handoff.Listener
 	consumer *mountns.Namespace
 	home     *mountns.Namespace // of the driver; the CO's if nil
+	program  string             // the driver's; this one if empty
 	gone     chan handoff.Notice
 }
 
@@ -213,7 +216,11 @@ func (s *site) start() {
 	s.t.Helper()
 	text, err := json.Marshal(s.config)
 	s.must(err)
-	s.driver = exec.Command("/proc/self/exe")
+	program := s.program
+	if program == "" {
+		program = "/proc/self/exe"
+	}
+	s.driver = exec.Command(program)
 	s.driver.Env = append(os.Environ(), roleVariable+"=driver "+string(text))
 	s.driver.Stderr = s.stderr
 	s.driver.SysProcAttr = &syscall.SysProcAttr{Credential: &syscall.Credential{Uid: uint32(s.uid), Gid: uint32(s.uid)}, Pdeathsig: syscall.SIGKILL}
