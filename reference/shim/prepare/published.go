@@ -2,6 +2,7 @@ package prepare
 
 import (
 	"context"
+	"crypto/rand"
 	"errors"
 	"fmt"
 	"net"
@@ -19,9 +20,6 @@ import (
 	"github.com/csi-prepare/csi-prepare/reference/mountns"
 	pb "github.com/csi-prepare/csi-prepare/spec/preparev1alpha1"
 )
-
-// handleID is the one handle of a preparation.
-const handleID = "published"
 
 // answer says what the plugin has published at target.
 func (s *service) answer(ctx context.Context, req *pb.NodePrepareVolumeRequest, target string) (*pb.MountSpec, error) {
@@ -57,8 +55,10 @@ func (s *service) answer(ctx context.Context, req *pb.NodePrepareVolumeRequest, 
 	a.Recursive = below && !proto.Equal(a, new(pb.MountAttributes))
 	isDir := facts.Mode&unix.S_IFMT == unix.S_IFDIR
 	if isDir && slices.Contains(req.GetPerformer().GetKinds(), pb.MountKind_MOUNT_KIND_HANDLE) && !onRoot(facts) {
-		spec.Kind = &pb.MountSpec_Handle{Handle: &pb.MountHandle{HandleId: handleID, FsType: m.Type(), Served: m.FSType == "fuse"}}
-		return spec, offer(ctx, req, target, below)
+		// A name of its own for each clone: the CO may have an earlier one.
+		id := rand.Text()
+		spec.Kind = &pb.MountSpec_Handle{Handle: &pb.MountHandle{HandleId: id, FsType: m.Type(), Served: m.FSType == "fuse"}}
+		return spec, offer(ctx, req, target, id, below)
 	}
 	spec.Kind = &pb.MountSpec_Bind{Bind: &pb.BindMount{
 		Source:    &pb.PathRef{Base: pb.PathRef_PREPARE, Relative: targetName},
@@ -111,7 +111,7 @@ func onRoot(f kernel.Facts) bool {
 
 // offer sends a clone of the mount at target. It does so also while the CO has
 // an earlier one: a plugin that was started again may have mounted anew.
-func offer(ctx context.Context, req *pb.NodePrepareVolumeRequest, target string, recursive bool) error {
+func offer(ctx context.Context, req *pb.NodePrepareVolumeRequest, target, handleID string, recursive bool) error {
 	if req.GetHandleSocket() == "" {
 		return server.Invalid("handle_socket", "is required with HANDLE in performer.kinds", "listen on one, or do not offer HANDLE")
 	}
