@@ -9,6 +9,8 @@ import (
 	"github.com/csi-prepare/csi-prepare/spec/requirement"
 )
 
+const allAtOnce = "all at once"
+
 // attributeCases are the attributes one by one, and all at once.
 var attributeCases = []struct {
 	name string
@@ -24,7 +26,7 @@ var attributeCases = []struct {
 	{"strictatime", &attributes{Atime: preparev1alpha1.MountAttributes_STRICTATIME}, mountns.AttrStrictatime},
 	{"nodiratime", &attributes{Nodiratime: true}, mountns.AttrNodiratime},
 	{
-		"all at once", &attributes{
+		allAtOnce, &attributes{
 			Readonly: true, Nosuid: true, Nodev: true, Noexec: true, Nosymfollow: true, Nodiratime: true,
 			Atime: preparev1alpha1.MountAttributes_NOATIME,
 		},
@@ -46,7 +48,11 @@ func attributeSpecs(s *section) {
 				r := g.performance(kind.of(c.set))
 				receipts := g.performed(r)
 				m := g.only(requirement.AttributesLowerBound, g.target)
-				g.want(requirement.AttributesLowerBound, m.Attr&c.bits == c.bits, c.name+" in force", "the mount has %s", m.Attributes())
+				rule := requirement.AttributesLowerBound
+				if c.name == allAtOnce {
+					rule = requirement.AttributesFullSet
+				}
+				g.want(rule, m.Attr&c.bits == c.bits, c.name+" in force", "the mount has %s", m.Attributes())
 				g.need(requirement.UndoIdempotent, g.undoCall(r, receipts), "OK to undo")
 			}
 		})

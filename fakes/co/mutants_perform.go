@@ -35,6 +35,15 @@ var attributeMutants = []Mutant{
 		narrowing(func(_ *made, set mountspec.Attr) mountspec.Attr {
 			return set &^ (mountspec.AttrAtimeMask | mountspec.AttrNodiratime)
 		})),
+	seat("drops-the-last-of-many", mutant.Attributes, requirement.AttributesFullSet,
+		"attributes travel in a list that has no room for all: of a full one nosymfollow does not arrive",
+		narrowing(func(_ *made, set mountspec.Attr) mountspec.Attr {
+			const full = mountspec.AttrReadonly | mountspec.AttrNoexec | mountspec.AttrNosymfollow | mountspec.AttrNodiratime
+			if set&full == full {
+				return set &^ mountspec.AttrNosymfollow
+			}
+			return set
+		})),
 	seat("allows-suid-and-devices", mutant.Attributes, requirement.AttributesNosuidNodev,
 		"nosuid and nodev are added only where the plugin asks for them: a device node in a volume opens the host's disk",
 		plain(func(p *Plain) { p.policy = mountspec.Policy{AllowSuid: true, AllowDev: true}; p.unverified() })),
