@@ -55,10 +55,12 @@ func run(ctx context.Context) error {
 	fmt.Println(result)
 	if *hold > 0 {
 		held, err := crash.Hold(ctx, c.Driver, *hold)
+		if held != nil {
+			fmt.Println(held)
+		}
 		if err != nil {
 			return fmt.Errorf("hold %d volumes: %w", *hold, err)
 		}
-		fmt.Println(held)
 	}
 	if *out != "" {
 		text, err := json.MarshalIndent(result, "", "  ")

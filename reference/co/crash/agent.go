@@ -125,16 +125,7 @@ func (a *agent) do(o *order) error {
 		}
 		a.steps.Store(0)
 	case "up":
-		var wg sync.WaitGroup
-		turn := make(chan struct{}, 4)
-		for i := range a.uses {
-			wg.Go(func() {
-				turn <- struct{}{}
-				defer func() { <-turn }()
-				a.up(context.Background(), i) // a thousand take their time
-			})
-		}
-		wg.Wait()
+		a.all(func(i int) { a.up(context.Background(), i) }) // a thousand take their time
 	case "go":
 		var running context.Context
 		running, a.paused = context.WithCancel(context.Background())
@@ -156,11 +147,23 @@ func (a *agent) do(o *order) error {
 		a.mu.Unlock()
 		a.recover(ctx)
 	case "end":
-		for i := range a.uses {
-			a.down(ctx, i)
-		}
+		a.all(func(i int) { a.down(context.Background(), i) })
 	}
 	return nil
+}
+
+// all does something for each use, for several at a time.
+func (a *agent) all(do func(int)) {
+	var wg sync.WaitGroup
+	turn := make(chan struct{}, 4)
+	for i := range a.uses {
+		wg.Go(func() {
+			turn <- struct{}{}
+			defer func() { <-turn }()
+			do(i)
+		})
+	}
+	wg.Wait()
 }
 
 func (a *agent) open(ctx context.Context, o *order) error {

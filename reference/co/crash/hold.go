@@ -28,7 +28,8 @@ func (h *Held) String() string {
 }
 
 // Hold performs many volumes of the hostpath driver, kills the CO, and has the
-// next recover them.
+// next recover them. The figures are there if something fails afterwards, when
+// the volumes are taken down.
 func Hold(ctx context.Context, driver []string, volumes int) (_ *Held, err error) {
 	c := Campaign{Driver: driver, Plugins: []string{"hostpath"}}
 	defer func() { err = errors.Join(err, c.clean()) }()
@@ -82,7 +83,7 @@ func Hold(ctx context.Context, driver []string, volumes int) (_ *Held, err error
 	}
 	h.Recover, h.RecoveredRSS = time.Since(begin), r.RSS
 	if err := c.co.tell(order{Act: "end"}); err != nil {
-		return nil, err
+		return h, err
 	}
 	_, err = c.answered(ctx)
 	return h, err
