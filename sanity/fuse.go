@@ -238,7 +238,7 @@ func (t *trial) handlesOf(r *prepareRequest, specs []mountspec.Spec) map[string]
 		case *mountspec.FUSE:
 			h, ok := handles[k.ID]
 			if !ok {
-				end(couldNotRun("the suite holds no mount of handle %q", k.ID))
+				t.fail(requirement.HandleDelivered, "a handle that was handed over under that id", fmt.Sprintf("the answer names %q, and nothing came under it", k.ID))
 			}
 			t.proven(h)
 			masters[k.ID] = master.Made(h.Mount)

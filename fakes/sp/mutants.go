@@ -12,7 +12,7 @@ func Mutants() []Mutant {
 	return slices.Concat(
 		dataMutants, volumeMutants, attributeMutants, repeatMutants, leakMutants, specMutants,
 		fieldMutants, refusalMutants, listMutants, discoveryMutants, lifeMutants,
-		rawMutants, formattedMutants, servedMutants, networkMutants, kindMutants,
+		rawMutants, formattedMutants, servedMutants, networkMutants, kindMutants, handleMutants,
 		csiVolumeMutants, csiCopyMutants, csiNodeMutants,
 	)
 }

@@ -138,3 +138,14 @@ func withParameter(name string, breaks requirement.ID, story, key, value string)
 		f.Parameters = append(f.Parameters, p)
 	})
 }
+
+// handleMutants serve over FUSE and name what they have not delivered.
+var handleMutants = served([]Mutant{
+	seat("fuse-names-another-handle", mutant.Data, requirement.HandleDelivered,
+		"the answer names a handle under which nothing was handed over: there is no mount to attach",
+		both(wrong(func(m *preparev1alpha1.MountSpec) {
+			if f := m.GetFuse(); f != nil {
+				f.HandleId += "-of-another"
+			}
+		}), overFUSE(serving{}))),
+})
