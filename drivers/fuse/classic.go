@@ -97,7 +97,7 @@ func (s *servers) unmount(name string) error {
 		case err != nil:
 			return fmt.Errorf("what is mounted at %s: %w", target, err)
 		case !facts.MountRoot:
-			return os.Remove(target)
+			return os.NewSyscallError("rmdir", unix.Rmdir(target))
 		}
 		m, err := kernel.StatMount(0, facts.MountID, kernel.StatFSType|kernel.StatSubtype|kernel.StatPoint)
 		if err != nil {

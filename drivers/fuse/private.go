@@ -139,7 +139,7 @@ func coverDev() error {
 	script += " " + askFusermount + "\n"
 	for _, name := range []string{"fusermount", "fusermount3"} {
 		own := privateBin + "/" + name
-		if err := os.WriteFile(own, []byte(script), 0o755); err != nil {
+		if err := os.WriteFile(own, []byte(script), 0o755); err != nil { //nolint:gosec // in the private /dev, by a name of ours
 			return err
 		}
 		// libfuse tries its own first, where it was installed.
