@@ -243,9 +243,11 @@ func TestUndoWhileSilent(t *testing.T) {
 			v := s.volume("vers", version)
 			r := s.up(s.use(v, "c1"))
 			s.write(s.place("c1", "file"), "text")
-			s.reopen(strict)
+			// Long enough for what has to be done, on any machine, and no
+			// longer than the farewell to the server may take.
+			s.reopen("defaults: {stepDeadline: 1m, attempts: 1}")
 			restore := s.silent()
-			ctx, cancel := context.WithTimeout(s.ctx, 2*time.Minute)
+			ctx, cancel := context.WithTimeout(s.ctx, 4*time.Minute)
 			defer cancel()
 			err := s.co.Down(ctx, r.Key())
 			if len(s.table().At(s.place("c1"))) > 0 {
