@@ -112,9 +112,10 @@ func run(w io.Writer, o options) (met bool, err error) {
 		verdicts = append(verdicts, v)
 		met = met && (v.Missing != "" || v.Met() || v.Bounded())
 	}
-	for _, v := range append(growth(results), allocations(suite, o.focus)...) {
+	once := append(growth(results), allocations(suite, o.focus)...)
+	for _, v := range append(once, shims(suite, o.focus)...) {
 		verdicts = append(verdicts, v)
-		met = met && v.Met()
+		met = met && (v.Missing != "" || v.Met())
 	}
 	printVerdicts(w, verdicts)
 	if o.json != "" {

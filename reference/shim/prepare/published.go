@@ -48,7 +48,7 @@ func (s *service) answer(ctx context.Context, req *pb.NodePrepareVolumeRequest, 
 	if err != nil {
 		return nil, err
 	}
-	below, err := mountsBelow(ctx, target)
+	below, err := mountsBelow(ctx, m, target)
 	if err != nil {
 		return nil, err
 	}
@@ -88,13 +88,17 @@ func mountAt(ctx context.Context, path string) (*mountns.Mount, error) {
 	return &found[0], nil
 }
 
-// mountsBelow says whether something is mounted below the mount at path.
-func mountsBelow(ctx context.Context, path string) (bool, error) {
+// mountsBelow says whether something is mounted below the mount m at path.
+func mountsBelow(ctx context.Context, m *mountns.Mount, path string) (bool, error) {
 	own, err := mountns.Own()
 	if err != nil {
 		return false, err
 	}
 	defer own.Close()
+	if f := kernel.Probe(); f.Listmount && f.UniqueID {
+		below, err := kernel.ListMounts(nil, own.ID(), m.ID, 0)
+		return len(below) > 0, err
+	}
 	t, err := own.Table(ctx)
 	if err != nil {
 		return false, err
