@@ -129,7 +129,7 @@ func publishedSpecs(s *section) {
 	s.spec("publications at once come to one mount", Covers(requirement.CSIPublishConcurrent), func(t *trial) {
 		r := t.publication(t.volume())
 		t.cleanup(func() error { return t.settledUnpublish(r) })
-		errs := parallel(t.ctx, atOnce, func(ctx context.Context) error {
+		errs := parallel(t.ctx, func(ctx context.Context) error {
 			return only(t.clients.node.NodePublishVolume(ctx, proto.CloneOf(r)))
 		})
 		for _, err := range errs {

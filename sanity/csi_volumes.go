@@ -77,7 +77,7 @@ func volumeSpecs(s *section) {
 		r := t.creation(t.capability(t.defaultMode()))
 		var mu sync.Mutex
 		ids := map[string]bool{}
-		errs := parallel(t.ctx, atOnce, func(ctx context.Context) error {
+		errs := parallel(t.ctx, func(ctx context.Context) error {
 			answer, err := t.clients.controller.CreateVolume(ctx, r)
 			if err == nil {
 				mu.Lock()

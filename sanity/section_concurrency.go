@@ -18,7 +18,7 @@ func concurrencySpecs(s *section) {
 		r := t.request(t.volume())
 		t.cleanup(func() error { return t.settled(r, true) })
 		answers := make(chan *prepareResponse, atOnce)
-		errs := parallel(t.ctx, atOnce, func(ctx context.Context) error {
+		errs := parallel(t.ctx, func(ctx context.Context) error {
 			answer, err := t.clients.prepare.NodePrepareVolume(ctx, clone(r))
 			if err == nil {
 				answers <- answer
@@ -33,7 +33,7 @@ func concurrencySpecs(s *section) {
 			t.want(requirement.ConcurrencySamePair, equivalent(a, final), "equivalent mount specs from all calls that were OK: "+specText(final, -1), "%s", specText(a, -1))
 		}
 		t.want(requirement.ConcurrencySamePair, t.entry(r) != nil, "one preparation in the list", "it is not listed")
-		errs = parallel(t.ctx, atOnce, func(ctx context.Context) error { return t.unprepareIn(ctx, r) })
+		errs = parallel(t.ctx, func(ctx context.Context) error { return t.unprepareIn(ctx, r) })
 		t.allOKOrAborted(errs)
 		t.wantCode(requirement.ConcurrencySamePair, t.settled(r, false), codes.OK)
 		t.want(requirement.ConcurrencySamePair, t.entry(r) == nil, "no such pair in the list after all are unprepared", "it is listed")

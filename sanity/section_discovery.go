@@ -154,13 +154,13 @@ func untyped(c *preparev1alpha1.NodePrepareServiceCapability) string {
 	return ""
 }
 
-// parallel makes n calls at once and returns their errors.
-func parallel(ctx context.Context, n int, call func(context.Context) error) []error {
-	done := make(chan error, n)
-	for range n {
+// parallel makes a call atOnce times at once and returns the errors.
+func parallel(ctx context.Context, call func(context.Context) error) []error {
+	done := make(chan error, atOnce)
+	for range atOnce {
 		go func() { done <- call(ctx) }()
 	}
-	errs := make([]error, n)
+	errs := make([]error, atOnce)
 	for i := range errs {
 		errs[i] = <-done
 	}
