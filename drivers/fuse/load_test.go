@@ -73,7 +73,8 @@ func block(worker, at int, n uint64) []byte {
 }
 
 func work(dir string, w int, stop *atomic.Bool, o *outcome, failed func(string, error), count func(*int64)) error {
-	name := filepath.Join(dir, fmt.Sprintf("worker-%d", w))
+	// Consumers of a shared volume each have names of their own.
+	name := filepath.Join(dir, fmt.Sprintf("consumer-%d-worker-%d", os.Getpid(), w))
 	f, err := os.OpenFile(name, os.O_RDWR|os.O_CREATE, 0o644)
 	if err != nil {
 		return err
