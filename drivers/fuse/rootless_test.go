@@ -39,7 +39,11 @@ func TestRootless(t *testing.T) {
 		t.Skipf("a device of FUSE: %v", err)
 	}
 	const root = 100000
-	for path, mode := range map[string]os.FileMode{dir: 0o755, node: 0o666} {
+	temporary := filepath.Join(dir, "tmp")
+	if err := os.Mkdir(temporary, 0o700); err != nil {
+		t.Fatal(err)
+	}
+	for path, mode := range map[string]os.FileMode{dir: 0o755, node: 0o666, temporary: 0o777 | os.ModeSticky} {
 		if err := os.Chmod(path, mode); err != nil {
 			t.Fatal(err)
 		}
@@ -49,7 +53,7 @@ func TestRootless(t *testing.T) {
 		tests += "|TestAVolumeIsUsedAndGone|TestPreparationsShareAServer"
 	}
 	cmd := exec.Command("/proc/self/exe", "-test.v", "-test.run", tests+")$")
-	cmd.Env = append(os.Environ(), rootlessVariable+"="+node, "TMPDIR="+os.TempDir())
+	cmd.Env = append(os.Environ(), rootlessVariable+"="+node, "TMPDIR="+temporary)
 	mapping := []syscall.SysProcIDMap{{ContainerID: 0, HostID: root, Size: 65536}}
 	cmd.SysProcAttr = &syscall.SysProcAttr{
 		Cloneflags: unix.CLONE_NEWUSER | unix.CLONE_NEWNS, UidMappings: mapping, GidMappings: mapping,
