@@ -15,12 +15,20 @@ import (
 // have it at /dev/fuse.
 const rootlessVariable = "FUSE_TEST_ROOTLESS"
 
-// enterRootless makes that device the one of this process's namespace.
+// enterRootless makes that device the one of this process's namespace, and
+// gives it temporary files of its own: those of the run are another user's.
 func enterRootless() error {
-	if node := os.Getenv(rootlessVariable); node != "" {
-		return unix.Mount(node, "/dev/fuse", "", unix.MS_BIND, "")
+	node := os.Getenv(rootlessVariable)
+	if node == "" {
+		return nil
 	}
-	return nil
+	if err := unix.Mount(node, "/dev/fuse", "", unix.MS_BIND, ""); err != nil {
+		return err
+	}
+	if err := unix.Mount("tmpfs", "/tmp", "tmpfs", unix.MS_NOSUID|unix.MS_NODEV, "mode=1777"); err != nil {
+		return err
+	}
+	return os.Setenv("TMPDIR", "/tmp")
 }
 
 // A CO without privilege on the node, in a user namespace of its own, with a
@@ -39,11 +47,7 @@ func TestRootless(t *testing.T) {
 		t.Skipf("a device of FUSE: %v", err)
 	}
 	const root = 100000
-	temporary := filepath.Join(dir, "tmp")
-	if err := os.Mkdir(temporary, 0o700); err != nil {
-		t.Fatal(err)
-	}
-	for path, mode := range map[string]os.FileMode{dir: 0o755, node: 0o666, temporary: 0o777 | os.ModeSticky} {
+	for path, mode := range map[string]os.FileMode{dir: 0o755, node: 0o666} {
 		if err := os.Chmod(path, mode); err != nil {
 			t.Fatal(err)
 		}
@@ -53,7 +57,7 @@ func TestRootless(t *testing.T) {
 		tests += "|TestAVolumeIsUsedAndGone|TestPreparationsShareAServer"
 	}
 	cmd := exec.Command("/proc/self/exe", "-test.v", "-test.run", tests+")$")
-	cmd.Env = append(os.Environ(), rootlessVariable+"="+node, "TMPDIR="+temporary)
+	cmd.Env = append(os.Environ(), rootlessVariable+"="+node)
 	mapping := []syscall.SysProcIDMap{{ContainerID: 0, HostID: root, Size: 65536}}
 	cmd.SysProcAttr = &syscall.SysProcAttr{
 		Cloneflags: unix.CLONE_NEWUSER | unix.CLONE_NEWNS, UidMappings: mapping, GidMappings: mapping,
