@@ -10,6 +10,7 @@ import (
 
 	"github.com/csi-prepare/csi-prepare/fakes/co"
 	"github.com/csi-prepare/csi-prepare/fakes/sp"
+	"github.com/csi-prepare/csi-prepare/reference/perform"
 	"github.com/csi-prepare/csi-prepare/sanity/report"
 	"github.com/csi-prepare/csi-prepare/spec/requirement"
 )
@@ -51,6 +52,12 @@ func plugin(t testing.TB) Config {
 		t.Fatal(err)
 	}
 	return Config{Endpoint: serve(t, fake), Grants: map[string]string{"data": grant}, WorkDir: t.TempDir()}
+}
+
+// TestMain lets the executor under test ask what may hang in a child.
+func TestMain(m *testing.M) {
+	perform.MainIfChild()
+	os.Exit(m.Run())
 }
 
 // executor serves the reference executor and returns a configuration for it.

@@ -17,5 +17,5 @@ func (x *performance) cloneMaster(u *unit, s *mountspec.Step) (err error) {
 	if u.mount, err = m.Clone(x.ctx, s.Recursive); err != nil || !s.Recursive {
 		return err
 	}
-	return x.markTree(u)
+	return x.markTree(u, u.mount)
 }

@@ -81,13 +81,14 @@ func (x *performance) clone(u *unit, s *mountspec.Step) (err error) {
 	if u.mount, err = x.e.clone(x, s, x.sourceFD(u, s)); err != nil || !s.Recursive {
 		return err
 	}
-	return x.markTree(u)
+	return x.markTree(u, x.sourceFD(u, s))
 }
 
-// markTree notes which ids a clone of a tree has.
-func (x *performance) markTree(u *unit) error {
+// markTree notes which ids a clone of a tree has; from is a file that can be
+// cloned: before Linux 6.15 one of an attached mount.
+func (x *performance) markTree(u *unit, from int) error {
 	// Ids are counted: one taken now is greater than those of the tree.
-	end, err := kernel.OpenTree(u.mount, "", unix.OPEN_TREE_CLONE|unix.AT_RECURSIVE)
+	end, err := kernel.OpenTree(from, "", unix.OPEN_TREE_CLONE)
 	if err != nil {
 		return err
 	}
