@@ -128,6 +128,7 @@ func (s *servers) serve(ctx context.Context, o order, held []string) (string, er
 	default:
 		// What it serves is nothing the CO knows of, or takes: it ends when
 		// the CO has let go of that.
+		s.log.Warn("a server is replaced", "volume", o.Volume, "prepare", o.Prepare, "act", o.Act, "gone", a.Gone, "error", a.err())
 		if err := s.end(ctx, o.server()); err != nil {
 			return "", err
 		}

@@ -40,9 +40,13 @@ func TestMain(m *testing.M) {
 // TestCampaign is the short form: `make crash` is the long one.
 func TestCampaign(t *testing.T) {
 	plugins := []string{"hostpath", "block", "fuse"}
-	if _, err := os.Stat("/dev/fuse"); err != nil {
+	switch _, err := os.Stat("/dev/fuse"); {
+	case err != nil:
 		plugins = plugins[:2]
 		t.Logf("without FUSE: %v", err)
+	case testing.Short():
+		plugins = plugins[:2]
+		t.Log("without FUSE: it is part of the long form")
 	}
 	var progress strings.Builder
 	c := Campaign{Driver: []string{"/proc/self/exe"}, Plugins: plugins, Random: 6, Boundaries: !testing.Short(), Progress: &progress}
