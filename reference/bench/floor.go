@@ -1,6 +1,7 @@
 package main
 
 import (
+	"context"
 	"errors"
 	"path/filepath"
 	"slices"
@@ -9,6 +10,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/csi-prepare/csi-prepare/reference/kernel"
+	"github.com/csi-prepare/csi-prepare/reference/mountns"
 )
 
 // callsAlone names the variants that make the system calls of the product, one
@@ -145,6 +147,55 @@ func bindCalls(grant string, root int, at, below string) Variant {
 			return c.err
 		},
 	}
+}
+
+// elsewhereCalls are those of one bind of "data" in grant at a path in another
+// namespace, with the two visits of it that performing and undoing need.
+func elsewhereCalls(ns *mountns.Namespace, grant, at string) Variant {
+	ctx := context.Background()
+	var id uint64
+	return Variant{
+		Name: callsAlone,
+		Perform: func() error {
+			var c calls
+			base := c.open(unix.AT_FDCWD, grant, unix.O_DIRECTORY, 0)
+			source, mount, made := c.clone(base, "data")
+			target := -1
+			c.do(ns.Do(ctx, func() error {
+				target = c.attach(mount, unix.AT_FDCWD, at, unix.RESOLVE_NO_SYMLINKS)
+				c.stat(made, statWhole)
+				return nil
+			}))
+			c.close([]int{base, source, mount, target})
+			id = made
+			return c.err
+		},
+		Undo: func() error {
+			var c calls
+			c.do(ns.Do(ctx, func() error {
+				c.takeHere(id, filepath.Dir(at), filepath.Base(at))
+				return nil
+			}))
+			return c.err
+		},
+	}
+}
+
+// takeHere is take on a thread with a working directory of its own, where the
+// mounts below are listed in the place of the poll.
+func (c *calls) takeHere(id uint64, dir, name string) {
+	c.stat(id, statWhere)
+	fd := c.open(unix.AT_FDCWD, dir, unix.O_DIRECTORY, unix.RESOLVE_NO_SYMLINKS)
+	c.facts(fd, name)
+	c.do(unix.Fchdir(fd))
+	c.expire(name)
+	_, err := kernel.ListMounts(nil, 0, id, 0)
+	c.do(err)
+	c.stat(id, statWhere)
+	c.do(unix.Unmount(name, unix.MNT_EXPIRE|unix.UMOUNT_NOFOLLOW))
+	c.do(unix.Chdir("/"))
+	c.do(unix.Close(fd))
+	c.gone(id)
 }
 
 // listCalls are those of binds of "data" in grant and of directories in it,

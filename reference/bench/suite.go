@@ -155,6 +155,7 @@ func (s *suite) inNamespace() (Case, error) {
 		Variants: []Variant{
 			rawBinds(source, target),
 			s.ours.binds(elsewhere, other, nil, target, ""),
+			elsewhereCalls(other, s.ground.source, target),
 			s.ours.binds(product, nil, nil, target, ""),
 		},
 		Makes: anyNumber,
