@@ -61,7 +61,7 @@ func extensionSpecs(s *section) {
 		g.extends()
 		secret := filepath.Join(g.mkdir("secret"), "file")
 		g.write(secret, "of the machine")
-		g.sysfail("opening a file to everybody", os.Chmod(secret, 0o644)) //nolint:gosec // a program in a sandbox is not to see it
+		g.sysfail("opening a file to everybody", os.Chmod(secret, 0o644))
 		g.cleanup(func() error { return os.Remove(secret) })
 		text := strings.TrimSpace(g.nonce())
 		r := g.extended(commandMount(fmt.Sprintf(`echo %s > file; id -u > user; echo "$CSI_ENDPOINT$HOME" > environment

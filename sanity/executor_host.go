@@ -63,7 +63,7 @@ func (g *rig) trap(program string) (started string) {
 	g.write(script, fmt.Sprintf("#!/bin/sh\necho yes > %s\nexit 1\n", started))
 	g.cleanup(func() error { return ignoreMissing(os.Remove(started)) })
 	g.cleanup(func() error { return os.Remove(script) })
-	g.sysfail("making a script", os.Chmod(script, 0o755)) //nolint:gosec // it is to be started
+	g.sysfail("making a script", os.Chmod(script, 0o755))
 	set := func() error { return unix.Mount(script, path, "", unix.MS_BIND, "") }
 	unset := func() error { return unix.Unmount(path, 0) }
 	g.sysfail("putting a trap onto "+path, set())

@@ -138,7 +138,7 @@ func orchestratorSpecs(s *section) {
 		p.unprepare = func(*unprepareRequest) error {
 			table, err := t.ns.Table(context.WithoutCancel(t.ctx))
 			if err == nil {
-				still.Add(int32(len(table.At(u.target)))) //nolint:gosec // a few
+				still.Add(int32(len(table.At(u.target))))
 			}
 			return nil
 		}
@@ -280,7 +280,7 @@ func killedSpec(t *trial) {
 	}
 	killed := t.process.kill()
 	close(release)
-	<-done
+	_ = <-done // killed in the middle of it
 	t.sysfail("killing the CO", killed)
 	t.sysfail("starting the CO again", t.resume(t.ctx))
 	_, err := t.clients.orchestrator.Resume(t.ctx, &testingv1alpha1.ResumeRequest{Endpoints: []string{p.endpoint}})

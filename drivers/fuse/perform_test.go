@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"os"
 	"os/exec"
+	"path/filepath"
 	"syscall"
 	"testing"
 
@@ -120,8 +121,8 @@ func TestUndoKeepsABusyMount(t *testing.T) {
 	s.must(err)
 	c := s.consume("p")
 	s.waitFor(func() bool {
-		_, err := os.Stat(fmt.Sprintf("%s/volumes/volumes/%s/data/worker-0", s.base, key.VolumeID))
-		return err == nil
+		names, err := filepath.Glob(fmt.Sprintf("%s/volumes/volumes/%s/data/consumer-*-worker-0", s.base, key.VolumeID))
+		return err == nil && len(names) > 0
 	})
 	var busy *perform.BusyError
 	if err := perform.Undo(t.Context(), s.consumer, receipts); !errors.As(err, &busy) {

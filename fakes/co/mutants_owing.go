@@ -57,8 +57,8 @@ var owingMutants = []Mutant{
 	owing("publishes-as-a-fallback", mutant.Discovery, requirement.DiscoveryOneWay,
 		"what cannot be prepared is published instead: the plugin then mounts where the CO is about to",
 		func(o *Orchestrator) {
-			next := o.rules.prepare
-			o.rules.prepare = func(ctx context.Context, o *Orchestrator, p *plugin, u *use) ([]*preparev1alpha1.MountSpec, error) {
+			next := o.prepare
+			o.prepare = func(ctx context.Context, o *Orchestrator, p *plugin, u *use) ([]*preparev1alpha1.MountSpec, error) {
 				specs, err := next(ctx, o, p, u)
 				if err != nil {
 					_, _ = p.node.NodePublishVolume(ctx, &csi.NodePublishVolumeRequest{
@@ -99,7 +99,7 @@ var owingMutants = []Mutant{
 	owing("performs-what-it-remembers", mutant.Data, requirement.PrepareEachPerformance,
 		"mount specs of a volume are kept and performed again without a call: at an address the server has left",
 		func(o *Orchestrator) {
-			o.rules.prepare = func(ctx context.Context, o *Orchestrator, p *plugin, u *use) ([]*preparev1alpha1.MountSpec, error) {
+			o.prepare = func(ctx context.Context, o *Orchestrator, p *plugin, u *use) ([]*preparev1alpha1.MountSpec, error) {
 				o.mu.Lock()
 				specs := o.answers[u.volumeKey()]
 				o.mu.Unlock()

@@ -128,7 +128,7 @@ func bare(ctx context.Context, path string, arguments []string) (fd int, err err
 	if err != nil {
 		return -1, err
 	}
-	defer c.Close()
+	defer func() { _ = c.Close() }()
 	if err := c.Create(); err != nil {
 		return -1, err
 	}

@@ -33,7 +33,7 @@ failure ends it, with the seed that repeats it, and exit code 1.`,
 			}
 			for run := range runs {
 				for _, c := range kill.Controls() {
-					if err := commands.Pass(cmd.Context(), c, rand.Int64N(1<<31)+1); err != nil {
+					if err := commands.Pass(cmd.Context(), c, rand.Int64N(1<<31)+1); err != nil { //nolint:gosec // an order of specs, not a secret
 						return failure{fmt.Errorf("run %d of %d: %w", run+1, runs, err)}
 					}
 				}

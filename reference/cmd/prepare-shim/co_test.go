@@ -228,7 +228,7 @@ func TestCOSurvivesItsDeath(t *testing.T) {
 	for range runs {
 		acted := make(chan struct{})
 		act := r.publish
-		if rand.IntN(2) == 0 { //nolint:gosec // a moment, not a key
+		if rand.IntN(2) == 0 {
 			r.must(r.publish(v))
 			act = r.unpublish
 		}
@@ -236,7 +236,7 @@ func TestCOSurvivesItsDeath(t *testing.T) {
 			defer close(acted)
 			_ = act(v) // its outcome is not known
 		}()
-		time.Sleep(time.Duration(rand.IntN(12000)) * time.Microsecond) //nolint:gosec // as above
+		time.Sleep(time.Duration(rand.IntN(12000)) * time.Microsecond)
 		r.kill(r.shim)
 		<-acted
 		r.startShim()

@@ -20,7 +20,7 @@ import (
 
 // TokensKey is the key of volume_context by which Kubernetes renews what a
 // plugin authenticates with (requiresRepublish). It may differ in a repeat.
-const TokensKey = "csi.storage.k8s.io/serviceAccount.tokens"
+const TokensKey = "csi.storage.k8s.io/serviceAccount.tokens" //nolint:gosec // a name of a field, no token
 
 // Config says where to serve, and for which plugin.
 type Config struct {

@@ -109,7 +109,7 @@ func call(ctx context.Context, out io.Writer, endpoint, name, text string) error
 	if err != nil {
 		return fmt.Errorf("--csi.endpoint %s: %w", endpoint, err)
 	}
-	defer conn.Close()
+	defer func() { _ = conn.Close() }()
 	if err := conn.Invoke(ctx, fmt.Sprintf("/%s/%s", method.Parent().FullName(), method.Name()), request, answer); err != nil {
 		return exit{1, fmt.Errorf("%s: %s: %s", name, status.Code(err), status.Convert(err).Message())}
 	}

@@ -36,7 +36,7 @@ func rootless(out io.Writer) (done bool, err error) {
 	if err != nil {
 		return true, fmt.Errorf("finding this command: %w", err)
 	}
-	cmd := exec.Command(self, os.Args[1:]...)
+	cmd := exec.Command(self, os.Args[1:]...) //nolint:gosec // itself, once more
 	cmd.Stdin, cmd.Stdout, cmd.Stderr = os.Stdin, os.Stdout, os.Stderr
 	cmd.Env = append(os.Environ(), insideNamespace+"=1")
 	cmd.SysProcAttr = &syscall.SysProcAttr{
