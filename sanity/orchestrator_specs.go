@@ -270,20 +270,21 @@ func killedSpec(t *trial) {
 		return nil, nil //nolint:nilnil // the right answer is then given
 	}
 	u := t.user(p, "v")
-	done := make(chan error, 1)
-	go func() { done <- t.up(u) }()
+	var err error // of a CO that is killed in the middle of it
+	done := make(chan struct{})
+	go func() { defer close(done); err = t.up(u) }()
 	select {
 	case <-inside:
-	case err := <-done:
+	case <-done:
 		close(release)
 		t.need(requirement.PrepareEachPerformance, errors.Join(err, status.Error(codes.Unknown, "no NodePrepareVolume")), "NodePrepareVolume")
 	}
 	killed := t.process.kill()
 	close(release)
-	_ = <-done // killed in the middle of it
+	<-done
 	t.sysfail("killing the CO", killed)
 	t.sysfail("starting the CO again", t.resume(t.ctx))
-	_, err := t.clients.orchestrator.Resume(t.ctx, &testingv1alpha1.ResumeRequest{Endpoints: []string{p.endpoint}})
+	_, err = t.clients.orchestrator.Resume(t.ctx, &testingv1alpha1.ResumeRequest{Endpoints: []string{p.endpoint}})
 	if err != nil && !strings.Contains(answered(err), "UNIMPLEMENTED") {
 		t.alive(err)
 	}

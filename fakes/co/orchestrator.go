@@ -210,7 +210,7 @@ func (o *Orchestrator) bringUp(ctx context.Context, p *plugin, u *use) error {
 	if err := o.preparePath(o, u); err != nil {
 		return err
 	}
-	specs, err := o.rules.prepare(ctx, o, p, u)
+	specs, err := o.prepare(ctx, o, p, u)
 	after := o.afterUncertain
 	if err == nil {
 		if err = o.perform(ctx, u, specs); err == nil {

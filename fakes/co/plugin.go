@@ -28,7 +28,7 @@ func (o *Orchestrator) plugin(ctx context.Context, endpoint string) (*plugin, er
 	p := o.plugins[endpoint]
 	if p != nil && (!p.absent || o.asksOnce) {
 		if p.absent {
-			return nil, o.rules.absent()
+			return nil, o.absent()
 		}
 		return p, nil
 	}
@@ -43,7 +43,7 @@ func (o *Orchestrator) plugin(ctx context.Context, endpoint string) (*plugin, er
 	if status.Code(err) == codes.Unimplemented {
 		p.absent = true
 		o.plugins[endpoint] = p
-		return nil, o.rules.absent()
+		return nil, o.absent()
 	}
 	if err != nil {
 		return nil, err
