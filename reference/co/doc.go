@@ -25,7 +25,6 @@
 //
 // # What it does not do
 //
-// It offers FILESYSTEM, BIND and BLOCK_DEVICE, the kinds without a handoff. It
-// does not map ids. Where several COs share a node, each has a directory of
-// its own.
+// It performs no extension kind and does not map ids. Where several COs share
+// a node, each has a directory of its own.
 package co

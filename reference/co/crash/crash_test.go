@@ -37,7 +37,10 @@ func TestMain(m *testing.M) {
 	os.Exit(m.Run())
 }
 
-// TestCampaign is the short form: `make crash` is the long one.
+// TestCampaign is the short form: `make crash` is the long one. A known fault
+// keeps FUSE out of it: when the CO and the process that answers calls are
+// killed soon after one another, a serving process is at times not found again
+// and replaced, and a consumer with open files gets ENOTCONN.
 func TestCampaign(t *testing.T) {
 	plugins := []string{"hostpath", "block", "fuse"}
 	switch _, err := os.Stat("/dev/fuse"); {
@@ -46,7 +49,7 @@ func TestCampaign(t *testing.T) {
 		t.Logf("without FUSE: %v", err)
 	case testing.Short():
 		plugins = plugins[:2]
-		t.Log("without FUSE: it is part of the long form")
+		t.Log("could not run with FUSE: a known fault makes it fail at times, see above; the long form has it")
 	}
 	var progress strings.Builder
 	c := Campaign{Driver: []string{"/proc/self/exe"}, Plugins: plugins, Random: 6, Boundaries: !testing.Short(), Progress: &progress}
